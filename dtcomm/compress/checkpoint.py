@@ -134,14 +134,16 @@ def require_intact(
     *,
     optional: Collection[str] = (),
     versions: Collection[int | None] = (2, VERSION),
+    integration: str = "",
 ) -> None:
-    """Check the version of a state, the checksum of each entry, and each entry itself.
+    """Check whose state it is, its version, the checksum of each entry, and each entry itself.
 
     Args:
         state: What may be a state.
         checks: Entry → its check.
         optional: The entries that a state without checksums may lack.
         versions: The versions that can be loaded; None for states that were saved without one.
+        integration: The integration that loads the state, which must have saved it; empty: any.
 
     Raises:
         ValueError: It names the entry that is missing, damaged or not valid.
@@ -149,6 +151,9 @@ def require_intact(
     MAPPING("state", state)
     assert isinstance(state, Mapping)
     version, checksums = state.get("version"), state.get(CHECKSUMS, {})
+    saved_by = state.get("integration", integration)
+    if integration and saved_by != integration:
+        raise ValueError(f"state: saved by {saved_by}; valid: a state of {integration}")
     if version not in versions:
         if version is None:
             raise ValueError(
@@ -296,19 +301,20 @@ def select_share(
     world_size: int,
     checks: Mapping[str, Check],
     optional: Collection[str] = (),
+    integration: str = "",
 ) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """Return a state with the counters, and the residuals with which ``rank`` of ``world_size`` ranks starts.
 
     ``saved`` is this rank's own state, or the states of all ranks of the run that saved them, in rank order. From a
     list the residuals may be loaded into another number of ranks; their sum over ranks is kept. ValueError if a state
-    is not intact (`require_intact`, which takes ``checks`` and ``optional``), the list is not complete, or a single
-    state comes from another rank or another number of ranks.
+    is not intact (`require_intact`, which takes the other arguments), the list is not complete, or a single state comes
+    from another rank or another number of ranks.
     """
     states = [saved] if isinstance(saved, Mapping) else list(saved)
     if not states:
         raise ValueError("states: got none")
     for state in states:
-        require_intact(state, {**_COMMON_CHECKS, **checks}, optional=optional)
+        require_intact(state, {**_COMMON_CHECKS, **checks}, optional=optional, integration=integration)
     first = states[0]
     saved_ranks = first["world_size"]
     if isinstance(saved, Mapping):

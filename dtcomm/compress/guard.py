@@ -6,9 +6,11 @@ A `Guard` is what users configure. `dtcomm.compress.monitor` compares what ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from dtcomm.arguments import complete_options
 from dtcomm.codecs import Codec, Integer, codec
 from dtcomm.compress.feedback import DGC
 from dtcomm.compress.powersgd import PowerSGD
@@ -47,6 +49,8 @@ class Guard:
       times the ratio of a sparse codec; twice the rank of PowerSGD), one step each time.
     - ``"reset"``: set the parameter's residual to zero, which keeps its codec.
     - ``"ignore"``: nothing. With ``on_harm`` the measurement is left out too.
+
+    Where a function takes a guard, a mapping of these attributes does too, as in a configuration file.
 
     All ranks see the same averaged values and act alike. The actions other than "error" are logged once for each limit
     and parameter; all of them are in ``state.events`` and in the report.
@@ -119,6 +123,16 @@ class Guard:
         for name in ("steps", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"guard: {name} is {getattr(self, name)!r}; valid: 1 or more")
+
+
+def as_guard(given: object) -> Guard | None:
+    """Return a guard, which may be given as a mapping of its attributes; TypeError if it is none."""
+    if isinstance(given, Mapping):
+        defaults: Mapping[str, Any] = {field.name: field.default for field in fields(Guard)}
+        return Guard(**complete_options("guard", given, defaults))
+    if not isinstance(given, Guard | None):
+        raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(given).__name__}")
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)

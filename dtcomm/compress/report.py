@@ -3,22 +3,15 @@
 DDP, FSDP, `ShardedOptimizer`, tensor and context parallelism and `LocalSGD` count differently, but all of them fill in
 the same `Report`: one `Row` for each combination of codec, dtype and reason, one `MessageRow` for each bucket, module
 or layer, and totals. `Report` alone makes text, plain values and metrics of them. Bytes are those that this rank sent.
-`GroupTraffic` counts what operations without a state of their own send over a process group.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, NoReturn
-
-import torch
-import torch.distributed as dist
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from dtcomm.compress.measurements import Fidelity
 from dtcomm.compress.payoff import Payoff, unmeasured
@@ -34,14 +27,11 @@ from dtcomm.compress.traffic import (
 )
 from dtcomm.profiling.metrics import Metric
 from dtcomm.profiling.summary import format_bytes, format_table, rich_group, rich_table
-from dtcomm.work import Work
-
-_log = logging.getLogger("dtcomm")
 
 MAX_MESSAGES_SHOWN = 16
 #: From this relative error on a legend line says what such an error means.
 LARGE_ERROR = 0.2
-_DEFAULT_RULES = str(default_policy("none")).removesuffix("none")  # before every codec that is given alone
+DEFAULT_RULES = str(default_policy("none")).removesuffix("none")  # before every codec that is given alone
 _BY_POLICY = ("policy:", "no rule matches")  # how reasons of a policy begin
 #: Column → meaning.
 COLUMNS = {
@@ -300,7 +290,7 @@ class Report:
         return metrics + _guard_metrics(self.fidelity, self.events)
 
     def _title(self) -> str:
-        policy = self.policy.replace(_DEFAULT_RULES, "")
+        policy = self.policy.replace(DEFAULT_RULES, "")
         return (
             f"dtcomm {self.integration}: {policy}, feedback {_format_feedback(self.feedback)}, "
             f"rank {self.rank} of {self.world_size}"
@@ -352,53 +342,6 @@ class Report:
         steps = "" if self.steps is None else f"{self.steps} steps, "
         lines = [f"this run{earlier}: {steps}{self.messages} messages", *self.summary().splitlines()[1:]]
         return [*lines, *self.auto, *self.notes]
-
-
-class CopiedState:
-    """What copies and pickles of a model have in place of its state, which belongs to one process."""
-
-    def __init__(self, name: str) -> None:
-        self.__dict__["copied"] = name
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # copy and pickle ask for such names
-            raise AttributeError(name)
-        raise RuntimeError(
-            f"{self.copied}.{name}: this is a copy, which compresses nothing; compress the copied model, and save "
-            "state_dict() instead of the object"
-        )
-
-
-class Reporting(ABC):
-    """What has a report: the states of DDP, FSDP, tensor and context parallelism, `ShardedOptimizer` and `LocalSGD`."""
-
-    @abstractmethod
-    def report(self) -> Report:
-        """Return the report of this rank."""
-
-    def __reduce__(self) -> Any:
-        if "_copied" not in self.__dict__:  # say it once
-            self.__dict__["_copied"] = True
-            integration = type(self).__module__.rpartition(".")[0]
-            _log.warning(
-                "%s: copies are not compressed; compress a copied model by another call", integration
-            )
-        return CopiedState, (type(self).__qualname__,)
-
-    def print_report(self, *, verbose: bool = False, all_ranks: bool = False) -> None:
-        """Print six lines on the group's first rank: what was sent, what that cost and lost, and whether it paid.
-
-        Call it on every rank, or on some: nothing is communicated.
-
-        Args:
-            verbose: Print the tables instead: a row for each codec and for each message. Default: False.
-            all_ranks: Print on every rank, each with its own counters. Default: False.
-
-        Example::
-
-            state.print_report()  # one report, however many ranks there are
-        """
-        self.report().print(verbose=verbose, all_ranks=all_ranks)
 
 
 def _grouped(rows: Iterable[Any], *names: str) -> Iterable[tuple[tuple[str, ...], list[Any]]]:
@@ -535,87 +478,3 @@ def _format_feedback(feedback: bool | str) -> str:
 
 def _format_memory(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in sizes.items())
-
-
-Key = tuple[str, str, str, str]  # name of the message, what, codec, dtype
-
-
-class GroupTraffic(Reporting):
-    """Counts what an integration sends over a process group on this rank, from now on; ``str()`` gives one line.
-
-    A subclass is one integration. Its operations call `record`, which counts in all of the subclass's objects for the
-    group.
-    """
-
-    integration: ClassVar[str]
-    _live: ClassVar[weakref.WeakSet[GroupTraffic]]
-
-    def __init_subclass__(cls) -> None:
-        cls._live = weakref.WeakSet()
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group_name = group_name(group)
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._traffic: dict[Key, Traffic] = {}
-        self._live.add(self)
-
-    @classmethod
-    def is_counting(cls) -> bool:
-        """Return whether there is an object that counts."""
-        return len(cls._live) > 0
-
-    @classmethod
-    def record(
-        cls,
-        group_name: str,
-        message: str,
-        what: str,
-        codec: str,
-        dtype: torch.dtype,
-        numel: int,
-        work: Work,
-    ) -> None:
-        """Count a completed operation in every object of its group; ``what`` is what was sent, such as ``"tokens"``.
-
-        ``message`` is its name in reports, ``dtype`` that in which ``numel`` elements would travel uncompressed.
-        """
-        key = (message, what, codec, str(dtype).removeprefix("torch."))
-        for state in list(cls._live):
-            if state.group_name == group_name:
-                traffic = state._traffic.setdefault(key, Traffic(codec=codec, what=what, dtype=key[3]))
-                traffic.numel += numel
-                traffic.add(work, numel * dtype.itemsize)
-
-    def report(self) -> Report:
-        """Return what was sent on this rank since the state was made. Nothing is communicated.
-
-        Returns:
-            A row for each kind of message, with its codec. Bytes are those that this rank sent; what it sends to itself
-            does not count.
-        """
-        counted = [(key[0], replace(traffic)) for key, traffic in self._traffic.items()]
-        return Report.of_traffic(
-            counted,
-            integration=self.integration,
-            rank=self._rank,
-            world_size=self._ranks,
-            policy=str(self),
-            feedback=False,
-            steps=None,
-            residual_bytes=0,
-        )
-
-    def __str__(self) -> str:
-        parts = {f"{traffic.what} {traffic.codec}" for traffic in self._traffic.values()}
-        return ", ".join(sorted(parts)) or "nothing sent yet"
-
-
-def group_name(group: dist.ProcessGroup | None) -> str:
-    """Return the name of a group; None is the default group. RuntimeError if no process group is initialized."""
-    named = dist.group.WORLD if group is None else group
-    if named is None:
-        raise RuntimeError(
-            "group: no process group is initialized; call torch.distributed.init_process_group"
-        )
-    name: str = named.group_name
-    return name

@@ -95,7 +95,9 @@ def context_parallel(
         for buffer, part in zip(buffers, shards, strict=True):
             buffer.resize_(part.shape).copy_(part)
         functional.scaled_dot_product_attention = attention_of_shards
-        yield ContextParallelState(settings.group)
+        state = ContextParallelState(settings.group)
+        state.arguments = {**DEFAULTS, **options}
+        yield state
     finally:
         functional.scaled_dot_product_attention = torch_attention
         for buffer, original in zip(buffers, originals, strict=True):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dtcomm.arguments import complete_options, require_bool, require_int, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives.groups import GroupOrMesh, process_group_of
-from dtcomm.compress.report import GroupTraffic
+from dtcomm.compress.reporting import GroupTraffic
 from dtcomm.compress.spec import message_codec
 from dtcomm.context_parallel.layout import require_layout
 from dtcomm.torch_compat import constant_when_compiled, group_by_name

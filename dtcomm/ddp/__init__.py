@@ -61,7 +61,10 @@ def hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tens
             f"state: expected a dtcomm.ddp.DDPState, got {type(state).__name__}: "
             'model.register_comm_hook(dtcomm.ddp.DDPState("int8"), dtcomm.ddp.hook)'
         )
-    return allreduce_hook(state.group, bucket) if env.disabled() else state.reduce(bucket)  # type: ignore[arg-type]
+    acting = state.successor or state
+    if acting.detached or env.disabled():
+        return allreduce_hook(state.group, bucket)  # type: ignore[arg-type]
+    return acting.reduce(bucket)
 
 
 @shares_options(DEFAULTS, Options)

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from dtcomm.arguments import complete_options, require_bool, require_int
 from dtcomm.collectives import Algorithm
-from dtcomm.compress.guard import Guard
+from dtcomm.compress.guard import Guard, as_guard
 from dtcomm.compress.spec import Scheme
 
 
@@ -92,8 +92,7 @@ def checked(given: Mapping[str, object]) -> Options:
         ("verify", options["verify"]),
     ):
         require_int(name, number, 0)
-    if not isinstance(options["guard"], Guard | None):
-        raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(options['guard']).__name__}")
+    options["guard"] = as_guard(options["guard"])
     scaler = options["grad_scaler"]
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")

@@ -165,6 +165,7 @@ class Reducer:
         self.error: Exception | None = None
         self.finish_before_ddp = False
         self._used: set[int] | None = None  # by id, since they were last reduced; None: every parameter
+        self._use_hooks: list[Any] = []
         self.divides_by_active: Callable[[], bool] = lambda: False
         self._callbacks: dict[str, list[Callable[..., None]]] = {event: [] for event in _EVENTS}
         self.error_state = ErrorState(feedback, options["residual"], chooser.schemes)
@@ -197,7 +198,15 @@ class Reducer:
         for parameter in parameters:
             if parameter.requires_grad:
                 key = id(parameter)
-                parameter.register_hook(lambda _, key=key: used.add(key))  # type: ignore[no-untyped-call]
+                handle = parameter.register_hook(lambda _, key=key: used.add(key))  # type: ignore[no-untyped-call]
+                self._use_hooks.append(handle)
+
+    def release(self) -> None:
+        """Remove the hooks of `track_use`, and free what is kept from step to step."""
+        while self._use_hooks:
+            self._use_hooks.pop().remove()
+        self.error_state = ErrorState(False)
+        self.averager.factors.load_state_dict({})
 
     def _pop_unused(self, layout: BucketLayout) -> list[str]:
         """Return the parameters of a bucket that this rank has not used since it was last reduced."""

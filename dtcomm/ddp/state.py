@@ -28,7 +28,8 @@ from dtcomm.compress.models import require_no_sync_batch_norm
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import VERIFY, Payoff, unmeasured
 from dtcomm.compress.policy import Policy, as_policy, exclusions
-from dtcomm.compress.report import CopiedState, Report, Reporting, describe_uncompressed
+from dtcomm.compress.report import Report, describe_uncompressed
+from dtcomm.compress.reporting import CopiedState, Reporting
 from dtcomm.compress.spec import AUTO, Scheme, parse_scheme, require_kernels
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.ddp.auto import BASELINE, SCOPE, ProcessGroupConsensus, Tuner, Verifier
@@ -45,7 +46,7 @@ from dtcomm.ddp.observers import (
 )
 from dtcomm.ddp.options import DEFAULTS, Options, checked
 from dtcomm.ddp.reducer import Reducer, ReducerObserver
-from dtcomm.profiling import Metric, Timeline
+from dtcomm.profiling import Timeline
 from dtcomm.torch_compat import GradBucket
 from dtcomm.tp.sharded_module import shard_groups
 
@@ -91,10 +92,15 @@ class DDPState(Reporting):
         group: The process group.
         feedback: The kind of error feedback.
         timeline: The `dtcomm.profiling.Timeline`.
+        detached: Whether `detach` was called.
+        successor: The state that the hook registered with this one works for, after `detach` and another `compress`.
 
     Raises:
         ValueError: An option is out of range, or options exclude each other; the message names it and what is valid.
     """
+
+    integration = "DDP"
+    timeline: Timeline
 
     def __init__(
         self,
@@ -124,11 +130,14 @@ class DDPState(Reporting):
         if options["verify"] and tuner is None:
             self._chooser = self._verifier = self._make_verifier(excluded | as_policy(codec), options)
         self._options = {"codec": str(self._chooser), "feedback": str(feedback)}
-        self._announced = {"codec": codec, "feedback": feedback, **options}
+        self.arguments = {"codec": codec, "feedback": feedback, **options}
         self._save_residuals = options["save_residuals"]
         self.group = group
         self.feedback = feedback
+        self.successor: DDPState | None = None
+        self.detached = False
         self._unused = ""
+        self._undo: list[Callable[[], None]] = []
         self._compresses = tuner is None and any(scheme != NONE for scheme in self._chooser.schemes)
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
@@ -145,6 +154,7 @@ class DDPState(Reporting):
             self._loss_scale = LossScaleObserver(grad_scaler, self._reducer)
             self._reducer.attach(self._loss_scale)
         if guard is not None:
+            self._loss_watch = self._monitor
             self._reducer.attach(GuardObserver(self._monitor, self._reducer))
         if tuner is not None:
             self._reducer.attach(TunerObserver(tuner, self._reducer))
@@ -188,14 +198,6 @@ class DDPState(Reporting):
     def events(self) -> tuple[Event, ...]:
         """What the guard found and did, and what "auto" chose, each in order; the same on all ranks."""
         return (*self._monitor.events, *self._chooser.decisions)
-
-    def observe(self, loss: float | torch.Tensor) -> None:
-        """Tell the guard this step's loss; call it on every rank, once a step and before the backward pass.
-
-        Args:
-            loss: This rank's loss. A tensor on a device is not read by the host.
-        """
-        self._monitor.observe_loss(loss)
 
     def set_samples(self, samples: int, total: int) -> None:
         """Weight this rank's gradients by its samples; call it on every rank before the backward pass.
@@ -289,13 +291,6 @@ class DDPState(Reporting):
             baseline=BASELINE,
         )
 
-    def metrics(self) -> list[Metric]:
-        """Return the metrics of the report, and of the timeline if one is kept.
-
-        `dtcomm.profiling.write_prometheus` and `write_tensorboard` take the state itself and call this.
-        """
-        return self.report().metrics() + self.timeline.metrics()
-
     def trace(self, path: str | os.PathLike[str]) -> str:
         """Write this rank's recorded steps for Perfetto or chrome://tracing; ``dtcomm trace`` merges the ranks' files.
 
@@ -339,6 +334,7 @@ class DDPState(Reporting):
         rank, world_size = checkpoint.rank_and_size(self.group)
         return checkpoint.seal(
             {
+                "integration": self.integration,
                 "steps": self.steps,
                 "seed": self.seed,
                 "rank": rank,
@@ -354,20 +350,13 @@ class DDPState(Reporting):
         )
 
     def load_state_dict(
-        self,
-        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        rank: int | None = None,
-        world_size: int | None = None,
-        *,
-        strict: bool = True,
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
         """Continue from a checkpoint.
 
         Args:
             state: What `state_dict` returned on this rank, or the list of all ranks' states in rank order. From a list
                 the number of ranks may change; the sum of the residuals over ranks is kept.
-            rank: This rank; None: its rank in the group.
-            world_size: The number of ranks; None: that of the group.
             strict: Refuse a state that was saved with another ``codec`` or ``feedback``; False: load its residuals
                 alone.
 
@@ -375,16 +364,16 @@ class DDPState(Reporting):
             ValueError: The state is damaged, an entry is missing or not valid, a single state comes from another number
                 of ranks, the parameters are not this model's, or it was saved with other options. Nothing has changed.
         """
-        own_rank, own_size = checkpoint.rank_and_size(self.group)
-        rank = own_rank if rank is None else rank
-        world_size = own_size if world_size is None else world_size
+        rank, world_size = checkpoint.rank_and_size(self.group)
         reducer = self._reducer
         sizes = reducer.layouts.sizes()
         checks = (
             _CHECKS | reducer.error_state.checks(sizes) | {"factors": reducer.averager.factors.check(sizes)}
         )
         optional = ("watch", "loss_scale", "velocities", "references")
-        first, residuals = checkpoint.select_share(state, rank, world_size, checks, optional)
+        first, residuals = checkpoint.select_share(
+            state, rank, world_size, checks, optional, self.integration
+        )
         same_options = checkpoint.has_options(first, self._options, strict)
         reducer.error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         reducer.averager.factors.load_state_dict(first["factors"] if same_options else {})
@@ -404,7 +393,8 @@ class DDPState(Reporting):
             RuntimeError: The model has a communication hook already, or is on a GPU and dtcomm has no CUDA kernels.
             ValueError: The model is on a GPU, and a codec has no CUDA kernel.
         """
-        if any(not isinstance(state, CopiedState) for state in torch_compat.ddp_hook_states(model)):
+        hooked = [s for s in torch_compat.ddp_hook_states(model) if not isinstance(s, CopiedState)]
+        if any(not isinstance(s, DDPState) or not (s.successor or s).detached for s in hooked):
             raise RuntimeError(
                 "model: it has a communication hook already, which torch cannot replace; "
                 "wrap the module in a new DistributedDataParallel to compress it differently"
@@ -417,7 +407,7 @@ class DDPState(Reporting):
                 policy = self._chooser if self._tuner is None else as_policy("int8")
                 named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
                 compressed = sum(p.numel() for name, p in named if policy.choose(name, p).codec != NONE)
-                self._reducer.error_state.log_memory("dtcomm.ddp", compressed, self._announced["feedback"])
+                self._reducer.error_state.log_memory("dtcomm.ddp", compressed, self.arguments["feedback"])
         self._reducer.finish_before_ddp = model.find_unused_parameters
         if model.find_unused_parameters or model.static_graph:
             self._reducer.track_use(model.parameters())
@@ -428,8 +418,11 @@ class DDPState(Reporting):
             return joined is not None and torch_compat.divides_by_active_ranks(joined)
 
         self._reducer.divides_by_active = divides_by_active
-        model.register_comm_hook(self, hook)
-        announcement = Announcement(model.process_group, "dtcomm.ddp.compress", self._announced)
+        if hooked:
+            hooked[0].successor = self
+        else:
+            model.register_comm_hook(self, hook)
+        announcement = Announcement(model.process_group, "dtcomm.ddp.compress", self.arguments)
         self._reducer.attach(RegistrationObserver(announcement, self._reducer))
 
         def raise_error(module: torch.nn.Module, args: Any) -> None:
@@ -439,8 +432,27 @@ class DDPState(Reporting):
             if self._loss_scale is not None:
                 self._loss_scale.fetch()
 
-        model.register_forward_pre_hook(torch_compat.ModuleHook(raise_error))
+        handle = model.register_forward_pre_hook(torch_compat.ModuleHook(raise_error))
+        self._undo = [handle.remove, self.timeline.stop]
         self.timeline.attach(model)
+
+    def detach(self) -> None:
+        """Give DDP its uncompressed gradients back; call it between two steps, on every rank.
+
+        torch cannot remove the communication hook of a DDP model, so the hook stays and does what torch's own
+        ``allreduce_hook`` does, with the bits of DDP without a hook. All other hooks are removed, and residuals,
+        momenta and factors are freed. `set_samples` has no effect any longer. The report keeps what there was.
+        `compress` may be called again.
+
+        Example::
+
+            state.detach()
+            state = dtcomm.ddp.compress(model, "int4")
+        """
+        self.detached = True
+        while self._undo:
+            self._undo.pop()()
+        self._reducer.release()
 
     def set_unused(self, *, has_hook: bool = False) -> None:
         """Say in the log, the report and the state that this state compresses nothing, and why.

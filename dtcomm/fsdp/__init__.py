@@ -142,8 +142,7 @@ def compress(
     state.timeline.attach(model)
     _observe_forward(model, state)
     if rank_and_size(state.group)[1] > 1:
-        announced = {"gradients": gradient_spec, "parameters": parameter_spec, **given}
-        announcement = Announcement(state.group, "dtcomm.fsdp.compress", announced)
+        announcement = Announcement(state.group, "dtcomm.fsdp.compress", state.arguments)
         state.on_detach(announcement.require_all_at_forward(model).remove)
     refuse_join(model, "FSDP")
     state.on_detach(lambda: model.__dict__.pop("join_hook", None))
@@ -210,6 +209,7 @@ def attach(
 def _make_state(gradients: CompressionSpec, parameters: CompressionSpec, options: Options) -> FSDPState:
     seed, residual, guard = options["seed"], options["residual"], options["guard"]
     state = FSDPState(gradients, parameters, seed, residual, guard, options["sample_every"])
+    state.arguments = {"gradients": str(gradients), "parameters": str(parameters), **options}
     state.verify(options["verify"])
     require_bool("save_residuals", options["save_residuals"])
     state.save_residuals = options["save_residuals"]

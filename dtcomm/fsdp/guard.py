@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
-from dtcomm.compress.guard import Event, Guard
+from dtcomm.compress.guard import Event, Guard, as_guard
 from dtcomm.compress.measurements import ErrorSample, Fidelity, GradientSketch, Reading, l2_norm
 from dtcomm.compress.monitor import Monitor
 from dtcomm.fsdp.options import CompressionSpec
@@ -83,15 +83,11 @@ class ShardGuard:
     """
 
     def __init__(self, guard: Guard | None, every: int) -> None:
-        if guard is not None and not isinstance(guard, Guard):
-            raise TypeError(
-                f"guard: expected a Guard or None, got {type(guard).__name__}; Guard() has the default limits"
-            )
         if isinstance(every, bool) or not isinstance(every, int):
             raise TypeError(f"sample_every: expected a number of steps (int), got {type(every).__name__}")
         if every < 0:
             raise ValueError(f"sample_every: expected 0 (never) or more, got {every!r}")
-        self._monitor = Monitor(guard)
+        self._monitor = Monitor(as_guard(guard))
         self._every = every
         self._evaluation_due = False
         self._device: torch.device | None = None  # of the gradients

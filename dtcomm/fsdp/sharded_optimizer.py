@@ -33,7 +33,8 @@ from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import exclusions
-from dtcomm.compress.report import Report, Reporting
+from dtcomm.compress.report import Report
+from dtcomm.compress.reporting import Reporting
 from dtcomm.compress.residuals import describe_size
 from dtcomm.fsdp.collectives import GradientReduction
 from dtcomm.fsdp.guard import parameters_name
@@ -109,6 +110,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         optimizer.zero_grad()
     """
 
+    integration = "ShardedOptimizer"
+
     def __init__(
         self,
         params: NamedParameters | Sequence[dict[str, Any]],
@@ -152,7 +155,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             given["guard"],
             given["sample_every"],
         )
-        self._compression.integration, self._compression.steps_ahead = "ShardedOptimizer", 1
+        self._compression.integration, self._compression.steps_ahead = self.integration, 1
+        self._loss_watch = None if given["guard"] is None else self._compression.guard
         self._compression.group = group
         self._compression.begin_step()
         self._compression.verify(given["verify"])
@@ -174,10 +178,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._sync, self._callback_queued = True, False
         self._pending: dict[int, _PendingReduction] = {}  # by index of the bucket
-        announced = {"gradients": gradient_spec, "parameters": parameter_spec, "stage": stage, **given}
+        announced = {
+            "gradients": str(gradient_spec),
+            "parameters": str(parameter_spec),
+            "stage": stage,
+            **given,
+        }
         announced["bucket_bytes"] = bucket_bytes
+        self.arguments = announced | options
         if self._compression.num_shards > 1:
-            Announcement(group, LOG_NAMES["ShardedOptimizer"], announced).require_all(CONSTRUCTOR_LIMIT_S)
+            Announcement(group, LOG_NAMES[self.integration], announced).require_all(CONSTRUCTOR_LIMIT_S)
         for bucket in self._buckets:
             self._compression.register_layout(bucket.name, bucket.layout)
             broadcast(bucket.flat, dist.get_global_rank(group, 0) if group else 0, group=group)
@@ -419,22 +429,33 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         """What the guard detected and did, in order; the same on all ranks."""
         return self._compression.events
 
-    def observe(self, loss: float | torch.Tensor) -> None:
-        """Pass this step's loss to the guard; call it once per step, before backward, on every rank."""
-        self._compression.observe(loss)
+    def detach(self) -> None:
+        """Send gradients and parameters uncompressed from the next step on; call it on every rank.
+
+        The shards and the hooks of the parameters stay, which the optimizer works with. Residuals are freed.
+        """
+        self._compression.disable()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: the optimizer's state, the master shards, and the compression's state."""
         return checkpoint.seal(
             {
+                "integration": self.integration,
                 "optimizer": copy.deepcopy(self._inner.state_dict()),
                 "shards": [bucket.master_shard.detach().cpu().clone() for bucket in self._buckets],
                 "compression": self._compression.state_dict(),
             }
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
         """Continue from this rank's own `state_dict`; load the model's state before.
+
+        Args:
+            state: What `state_dict` returned on this rank. Shards of another number of ranks cannot be loaded.
+            strict: Refuse a state that was saved with other codecs or another kind of feedback; False: of the
+                compression load its residuals alone.
 
         Raises:
             ValueError: The state is damaged or not valid, or the shards have other sizes. Nothing has changed.
@@ -451,10 +472,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             "shards": check_shards,
             "compression": checkpoint.entries(),
         }
-        checkpoint.require_intact(state_dict, checks, versions=(None, checkpoint.VERSION))
-        shards = state_dict["shards"]
-        with checkpoint.loaded_optimizer("optimizer", self._inner, state_dict["optimizer"]):
-            self._compression.load_state_dict(state_dict["compression"])
+        versions = (None, checkpoint.VERSION)
+        checkpoint.require_intact(state, checks, versions=versions, integration=self.integration)
+        assert isinstance(state, Mapping)
+        shards = state["shards"]
+        with checkpoint.loaded_optimizer("optimizer", self._inner, state["optimizer"]):
+            self._compression.load_state_dict(state["compression"], strict=strict)
         self._update_warmup()
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         for bucket, shard in zip(self._buckets, shards, strict=True):

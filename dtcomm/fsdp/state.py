@@ -18,14 +18,15 @@ from dtcomm.collectives.groups import leaving_bytes
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
-from dtcomm.compress.report import Report, Reporting, describe_uncompressed
+from dtcomm.compress.report import Report, describe_uncompressed
+from dtcomm.compress.reporting import Reporting
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.traffic import Traffic, group_traffic
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
 from dtcomm.fsdp.options import UNCOMPRESSED, CompressionSpec
 from dtcomm.fsdp.storage import BufferPool, FlatLayout, FullResidual, LoCoResidual, ResidualStore
 from dtcomm.kernels import counter_rng
-from dtcomm.profiling import Metric, Timeline
+from dtcomm.profiling import Timeline
 from dtcomm.streams import Streams, record_streams, streams_of
 
 _log = logging.getLogger("dtcomm")
@@ -71,6 +72,8 @@ class FSDPState(Reporting):
         warming_up: Whether gradients travel uncompressed, at the start of a run.
     """
 
+    timeline: Timeline
+
     def __init__(
         self,
         gradients: CompressionSpec,
@@ -81,6 +84,7 @@ class FSDPState(Reporting):
         sample_every: int = 0,
     ) -> None:
         require_int("seed", seed)
+        self.arguments = {}
         self.gradients, self.parameters = gradients, parameters
         self.seed = seed
         self.save_residuals = True
@@ -105,6 +109,7 @@ class FSDPState(Reporting):
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("fsdp")
         self.guard = ShardGuard(guard, sample_every)
+        self._loss_watch = None if guard is None else self.guard
         self._excluded: dict[str, str] = {}  # module -> the pattern that excludes it
         self._undo: list[Callable[[], None]] = []
         # What was asked for and is not compressed is logged once, by the first rank, at the end of a pass.
@@ -209,13 +214,6 @@ class FSDPState(Reporting):
             for key, name in names.items()
         }
 
-    def metrics(self) -> list[Metric]:
-        """Return the metrics of the report and the timeline.
-
-        `dtcomm.profiling.write_prometheus` and `write_tensorboard` write them.
-        """
-        return self.report().metrics() + self.timeline.metrics()
-
     def trace(self, path: str | os.PathLike[str]) -> str:
         """Write this rank's recorded steps as a trace for Perfetto, after ``timeline.start()``.
 
@@ -227,10 +225,6 @@ class FSDPState(Reporting):
     def events(self) -> tuple[Event, ...]:
         """What the guard detected and did, in order."""
         return self.guard.events
-
-    def observe(self, loss: float | torch.Tensor) -> None:
-        """Pass this step's loss to the guard; call it once per step, before backward, on every rank."""
-        self.guard.observe_loss(loss)
 
     def detach(self) -> None:
         """Give the model its own, uncompressed collectives back; call it between two steps, on every rank.
@@ -282,6 +276,7 @@ class FSDPState(Reporting):
         rank, ranks = checkpoint.rank_and_size()
         return checkpoint.seal(
             {
+                "integration": self.integration,
                 "calls": self.calls,
                 "seed": self.seed,
                 "rank": rank,
@@ -324,7 +319,7 @@ class FSDPState(Reporting):
                 another number of ranks, or the state was saved with other options. Nothing has changed.
         """
         rank, ranks = checkpoint.rank_and_size()
-        first, residuals = checkpoint.select_share(state, rank, ranks, _CHECKS, optional=("guard",))
+        first, residuals = checkpoint.select_share(state, rank, ranks, _CHECKS, ("guard",), self.integration)
         same_options = checkpoint.has_options(first, self._options(), strict)
         same_ranks = first["world_size"] == ranks
         flat_residuals: dict[str, torch.Tensor] = {}
@@ -345,6 +340,10 @@ class FSDPState(Reporting):
         if self._residuals is not None and same_feedback:
             self._residuals.load_state_dict(flat_residuals)
             self._residuals.counts = dict(first["counts"])
+
+    def disable(self) -> None:
+        """Send everything uncompressed from now on, and free the residuals."""
+        self._disabled, self._residuals = True, None
 
     # --- for `compress` ---------------------------------------------------------------------------------------
 
@@ -403,9 +402,9 @@ class FSDPState(Reporting):
         """Log, once, what was asked for and is not compressed."""
         if self._has_fallback and not self._logged:
             self._logged = True
-            self.log(f"{self._uncompressed()}; see state.report()")
+            self.warn(f"{self._uncompressed()}; see state.report()")
 
-    def log(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Log a line on the first rank, because all ranks find it alike."""
         if self.logs and self.shard_index == 0:
             _log.warning("%s: %s", LOG_NAMES[self.integration], text)
@@ -413,7 +412,7 @@ class FSDPState(Reporting):
     def log_feedback(self, requested: CompressionSpec, memory: str) -> None:
         """Log the memory of error feedback on each rank, as text; a warning if ``requested`` did not ask for it."""
         if self.gradients != requested:
-            self.log(
+            self.warn(
                 f"gradients={str(requested)!r} needs error feedback, which is on (feedback='auto') and keeps "
                 f"{memory} on every rank; feedback=True is the same without this line"
             )

@@ -26,12 +26,13 @@ from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, bucket_rows, build_layout
 from dtcomm.compress.error_state import ErrorState
 from dtcomm.compress.feedback import DGC, Feedback
-from dtcomm.compress.guard import Event, Guard, count_events
+from dtcomm.compress.guard import Event, as_guard, count_events
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import unmeasured
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
 from dtcomm.compress.powersgd import Factors
-from dtcomm.compress.report import Report, Reporting, describe_uncompressed
+from dtcomm.compress.report import Report, describe_uncompressed
+from dtcomm.compress.reporting import Reporting
 from dtcomm.compress.spec import Scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.kernels import counter_rng
@@ -89,6 +90,8 @@ class LocalSGD(Reporting):
             local.step()
     """
 
+    integration = "LocalSGD"
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -104,7 +107,7 @@ class LocalSGD(Reporting):
                 f"compute, so no pair of steps shows what compression saves; {COMPARE}"
             )
         options = complete_options("LocalSGD", options, DEFAULTS)
-        outer, guard = options["outer"], options["guard"]
+        outer, guard = options["outer"], as_guard(options["guard"])
         algorithm, sample_every = options["algorithm"], options["sample_every"]
         delay, mixing = options["delay"], options["mixing"]
         optimizer, moments = options["optimizer"], options["moments"]
@@ -127,8 +130,6 @@ class LocalSGD(Reporting):
             raise ValueError(f"moments and optimizer go together, got {moments!r} and {optimizer!r}")
         if outer is not None and not callable(outer):
             raise TypeError(f"outer: expected a function that makes an optimizer, got {type(outer).__name__}")
-        if not isinstance(guard, Guard | None):
-            raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
         self._island = Island(model)
         self._island.reshard()
         excluded = exclusions(options["exclude"], [name for name, _ in model.named_parameters()])
@@ -160,9 +161,9 @@ class LocalSGD(Reporting):
         self._moments = None
         if optimizer is not None and moments:
             self._moments = MomentAverager(optimizer, moments, self._weights, group, algorithm)
-        announced = {"every": every, "codec": self.policy, "feedback": feedback, **options}
+        self.arguments = {"every": every, "codec": asked, "feedback": feedback, **options}
         if dist.get_world_size(group) > 1:
-            Announcement(group, "dtcomm.local_sgd.LocalSGD", announced).require_all(CONSTRUCTOR_LIMIT_S)
+            Announcement(group, "dtcomm.local_sgd.LocalSGD", self.arguments).require_all(CONSTRUCTOR_LIMIT_S)
         root = 0 if group is None else dist.get_global_rank(group, 0)
         with torch.no_grad():
             for tensor in map(local_shard, (*model.parameters(), *model.buffers())):
@@ -175,6 +176,7 @@ class LocalSGD(Reporting):
         self._outer = None if outer is None else outer(self._common)
         self._compresses = any(scheme != NONE for scheme in schemes)
         self._monitor = self._make_monitor()
+        self._loss_watch = None if guard is None else self._monitor
         self._sample_every, self._bucket_bytes = sample_every, options["bucket_bytes"]
         self._in_flight: deque[PendingAverage] = deque()
         self._retired: list[BucketLayout] = []
@@ -185,7 +187,7 @@ class LocalSGD(Reporting):
                 for name in self._weights
                 if self.policy.choose(name, shard := self._shard(name)).codec != NONE
             )
-            self._error_state.log_memory("dtcomm.LocalSGD", numel, announced["feedback"])
+            self._error_state.log_memory("dtcomm.LocalSGD", numel, self.arguments["feedback"])
             if text := self.report().uncompressed:
                 _log.warning("dtcomm.LocalSGD: %s", text)
 
@@ -240,7 +242,7 @@ class LocalSGD(Reporting):
             layout.add_to(moment_totals)
         all_layouts = [*layouts, *moments]
         return Report(
-            integration="LocalSGD",
+            integration=self.integration,
             rank=dist.get_rank(self.group),
             world_size=dist.get_world_size(self.group),
             policy=f"{self._schedule()}: {self.policy}",
@@ -300,9 +302,17 @@ class LocalSGD(Reporting):
         """What the guard found and did, in order; the same on all ranks. Its steps are averages."""
         return tuple(self._monitor.events)
 
-    def observe(self, loss: float | torch.Tensor) -> None:
-        """Tell the guard this step's loss, on every rank; the last one before an average counts."""
-        self._monitor.observe_loss(loss)
+    def detach(self) -> None:
+        """Average uncompressed from the next average on; call it on every rank, after the same step.
+
+        Averages in flight are applied when they are due. Residuals and factors are freed.
+        """
+        for average in self._in_flight:
+            self._complete(average)
+        self.policy, self._compresses, self._error_state = as_policy("none"), False, ErrorState(False)
+        self._averager.factors.load_state_dict({})
+        for _, layout in self._buckets:
+            layout.revision = -1  # `_update_layouts` builds them anew
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; the host waits for averages in flight, which stay to be applied when they are due.
@@ -314,6 +324,7 @@ class LocalSGD(Reporting):
             self._complete(average)
         return checkpoint.seal(
             {
+                "integration": self.integration,
                 "steps": self.steps,
                 "syncs": self.syncs,
                 "seed": self._averager.seed,
@@ -377,7 +388,9 @@ class LocalSGD(Reporting):
             ),
         }
         optional = ("velocities", "references", "watch", "averages", "in_flight")
-        first, residuals = checkpoint.select_share(state, rank, world_size, checks, optional)
+        first, residuals = checkpoint.select_share(
+            state, rank, world_size, checks, optional, self.integration
+        )
         # A state of an earlier version has neither of the two entries of fragments.
         in_flight = [self._restore(saved) for saved in first.get("in_flight", [])]
         same_options = checkpoint.has_options(first, self._options, strict)

@@ -20,7 +20,7 @@ from dtcomm.arguments import require_bool, require_int
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.compress.report import GroupTraffic, group_name
+from dtcomm.compress.reporting import GroupTraffic, group_name
 from dtcomm.compress.spec import message_codec
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, gradient_edge

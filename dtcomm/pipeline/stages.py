@@ -144,6 +144,15 @@ def compress(
     policy = f"activations {forward}{' (differences)' if differences else ''}, gradients {backward}"
     state = PipelineState(listed[0].group, torch.device(listed[0].device), policy, feedback)
     state.save_residuals = save_residuals
+    state.arguments = {
+        "codec": codec,
+        "backward_codec": backward_codec,
+        "feedback": feedback,
+        "save_residuals": save_residuals,
+        "differences": differences,
+        "dynamic_shapes": dynamic_shapes,
+        "allow_inaccurate": allow_inaccurate,
+    }
     for stage in listed:
         state.add_stage(_StageMessages(stage, settings, state))
     return state
@@ -209,8 +218,8 @@ class _StageMessages:
 
     def detach(self) -> None:
         """Give the stage torch's own methods back."""
-        for name in self._methods:
-            delattr(self._stage, name)
+        while self._methods:
+            delattr(self._stage, self._methods.popitem()[0])
 
     # --- what schedules call ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from dtcomm import env
 from dtcomm.collectives import all_gather
 from dtcomm.compress import checkpoint
-from dtcomm.compress.report import Report, Reporting
+from dtcomm.compress.report import Report
+from dtcomm.compress.reporting import Reporting
 from dtcomm.compress.residuals import Residuals, SampleReferences, expand_saved
 from dtcomm.compress.traffic import Traffic
 from dtcomm.pipeline.exchange import Exchange
@@ -74,9 +75,12 @@ class PipelineState(Reporting):
         steps: Number of steps that have ended.
     """
 
+    integration = "pipeline"
+
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, policy: str, feedback: bool
     ) -> None:
+        self.arguments = {}
         self.exchange = Exchange()
         self.residuals = Residuals()
         self.times = StepTimes()
@@ -145,7 +149,7 @@ class PipelineState(Reporting):
         return Report.of_traffic(
             traffic,
             unit="messages",
-            integration="pipeline",
+            integration=self.integration,
             rank=dist.get_rank(self._group),
             world_size=dist.get_world_size(self._group),
             policy=str(self),
@@ -169,6 +173,7 @@ class PipelineState(Reporting):
         """Return the residuals and references of this rank, as plain tensors; save them on every rank."""
         return checkpoint.seal(
             {
+                "integration": self.integration,
                 "residuals": self.residuals.state_dict() if self.save_residuals else {},
                 "references": {
                     f"{stage.name}/{number}": references.state_dict()
@@ -178,14 +183,22 @@ class PipelineState(Reporting):
             }
         )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
         """Continue with what `state_dict` returned on this rank, with the same stages.
+
+        Args:
+            state: This rank's own state.
+            strict: Without effect: the options of the run that saved do not matter.
 
         Raises:
             ValueError: It is damaged, from other stages, or was saved without ``differences``. Nothing has changed.
         """
         checks = {"residuals": checkpoint.residuals(), "references": checkpoint.each(checkpoint.tensors())}
-        checkpoint.require_intact(state, checks, versions=(None, checkpoint.VERSION))
+        versions = (None, checkpoint.VERSION)
+        checkpoint.require_intact(state, checks, versions=versions, integration=self.integration)
+        assert isinstance(state, Mapping)
         own = {
             f"{stage.name}/{number}": references
             for stage in self._stages

@@ -6,10 +6,11 @@ folder of such files.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,9 +99,7 @@ def write_prometheus(
 
 
 def write_tensorboard(state: HasMetrics, writer: ScalarWriter, step: int, prefix: str = "dtcomm") -> None:
-    """Write every metric as a scalar, such as "dtcomm/message_seconds/bucket_0/gradients".
-
-    In the labels that make up a tag, what TensorBoard does not take in names becomes ``_``.
+    """Write every metric as a scalar, under the names of `scalars`.
 
     Args:
         state: What has metrics.
@@ -108,12 +107,50 @@ def write_tensorboard(state: HasMetrics, writer: ScalarWriter, step: int, prefix
         step: The global step.
         prefix: The first part of the tags. Default "dtcomm".
     """
-    for metric in state.metrics():
-        if not math.isfinite(metric.value):
-            continue  # TensorBoard cannot draw it
+    log_scalars(writer, scalars(state.metrics(), prefix), step)
+
+
+def scalars(metrics: Iterable[Metric], prefix: str = "dtcomm") -> dict[str, float]:
+    """Return the finite metrics by name, such as ``dtcomm/message_seconds/bucket_0/gradients``.
+
+    In the labels that make up a name, what loggers do not take in names becomes ``_``.
+    """
+    values = {}
+    for metric in metrics:
         labels = (re.sub(r"[^\w.-]+", "_", value) for value in metric.labels.values() if value)
-        tag = "/".join([metric.name.removeprefix("dtcomm_"), *labels])
-        writer.add_scalar(f"{prefix}/{tag}", metric.value, step)
+        if math.isfinite(metric.value):  # TensorBoard cannot draw others
+            name = "/".join([prefix, metric.name.removeprefix("dtcomm_"), *labels])
+            values[name] = float(metric.value)
+    return values
+
+
+def log_scalars(logger: Any, values: Mapping[str, float], step: int | None = None) -> None:
+    """Give values to a logger.
+
+    Args:
+        logger: An object with ``log_metrics(dict, step=)``, ``add_scalar(name, value, step)`` or ``log(dict, step=)``,
+            or a function of a dict.
+        values: Name → value.
+        step: The step that the logger gets; functions get none. Default None: what the logger itself counts.
+
+    Raises:
+        TypeError: ``logger`` is none of these.
+    """
+    given = {} if step is None else {"step": step}
+    if hasattr(logger, "log_metrics"):
+        logger.log_metrics(dict(values), **given)
+    elif hasattr(logger, "add_scalar"):
+        for name, value in values.items():
+            logger.add_scalar(name, value, step)
+    elif hasattr(logger, "log") and not isinstance(logger, logging.Logger):
+        logger.log(dict(values), **given)
+    elif callable(logger):
+        logger(dict(values))
+    else:
+        raise TypeError(
+            f"logger: got {type(logger).__name__}; valid: an object with log(dict, step=) (wandb), add_scalar(name, "
+            "value, step) (TensorBoard) or log_metrics(dict, step=) (MLflow, Lightning), or a function of a dict"
+        )
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -6,11 +6,13 @@ The `TPState` that it returns reports what these layers communicate.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import re
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,7 +30,8 @@ from dtcomm.collectives.groups import Announcement, GroupOrMesh, sent_bytes
 from dtcomm.compress.models import kind_of, refuse_join, wrong_type
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
 from dtcomm.compress.policy import exclusions
-from dtcomm.compress.report import Report, Reporting
+from dtcomm.compress.report import Report
+from dtcomm.compress.reporting import Reporting
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error, require_kernels
 from dtcomm.compress.traffic import Traffic
 from dtcomm.torch_compat import ModuleHook
@@ -181,15 +184,17 @@ def compress(
             layers[name] = _sharded_linear(module, entry.kind, name, given["chunks"], config, linear_options)
     for name, layer in layers.items():
         replace_module(model, name, layer)
-    _divide_head_counts(model, entries, comm.world_size)
+    undo = _divide_head_counts(model, entries, comm.world_size)
     refuse_join(model, "tensor parallelism")
+    undo.append(lambda: model.__dict__.pop("join_hook", None))
     if comm.world_size > 1:
         codecs = {"codec": forward, "backward_codec": backward}
         kinds = {f"plan: {name}": f"{entry.kind} {entry.codec or ''}" for name, entry in entries.items()}
-        Announcement(comm.group, "dtcomm.tp.compress", {**given, **codecs, **kinds}).require_all_at_forward(
-            model
-        )
-    return TPState(model, comm, entries, layers, excluded, given["verify"])
+        announcement = Announcement(comm.group, "dtcomm.tp.compress", {**given, **codecs, **kinds})
+        undo.append(announcement.require_all_at_forward(model).remove)
+    state = TPState(model, comm, entries, layers, excluded, given["verify"], undo)
+    state.arguments = {"codec": forward, "plan": plan, **given, "backward_codec": backward}
+    return state
 
 
 def _require_options(codec: object, plan: object, options: Options) -> None:
@@ -273,6 +278,7 @@ def _sharded_embedding(module: nn.Module, name: str, options: dict[str, Any]) ->
     rows, width = module.weight.shape
     layer = VocabParallelEmbedding(rows, width, padding_idx=module.padding_idx, **options)
     layer.load_dense({"weight": module.weight})
+    layer.keep_dense(module)
     return layer
 
 
@@ -299,26 +305,37 @@ def _sharded_linear(
         )
     stored = weight.t() if transposed else weight
     layer.load_dense({"weight": stored} if bias is None else {"weight": stored, "bias": bias})
+    layer.keep_dense(module)
     layer.train(module.training)
     return layer
 
 
-def _divide_head_counts(model: nn.Module, plan: Mapping[str, PlanEntry], world_size: int) -> None:
-    """Let the modules whose columns were cut count this rank's heads, where their forward pass uses such a number."""
+def _divide_head_counts(
+    model: nn.Module, plan: Mapping[str, PlanEntry], world_size: int
+) -> list[Callable[[], object]]:
+    """Let the modules whose columns were cut count this rank's heads, where their forward pass uses such a number.
+
+    The returned functions undo it.
+    """
+    undo: list[Callable[[], object]] = []
     columns = ("column", "column_packed2", "column_packed3", "column_qkv")
     parents = {name.rpartition(".")[0] for name, entry in plan.items() if entry.kind in columns}
     for parent in parents:
         attributes = model.get_submodule(parent).__dict__
+        before = {count: attributes[count] for count in _HEAD_COUNTS if count in attributes}
+        undo.append(functools.partial(attributes.update, before))
         for count in _HEAD_COUNTS:
             if isinstance(attributes.get(count), int):
                 attributes[count] //= world_size
     joined = {name.rpartition(".")[0] for name, entry in plan.items() if entry.kind == "column_qkv"}
     for parent in joined:  # Phi-3 splits its joined projection at the numbers of its configuration
         attributes = model.get_submodule(parent).__dict__
+        undo.append(functools.partial(attributes.update, {"config": attributes.get("config")}))
         config = attributes["config"] = copy.copy(attributes.get("config"))
         for count in ("num_attention_heads", "num_key_value_heads"):
             if isinstance(getattr(config, count, None), int):
                 setattr(config, count, getattr(config, count) // world_size)
+    return undo
 
 
 # --- what the converted model communicates ---------------------------------------------------------------------------
@@ -354,6 +371,7 @@ class TPState(Reporting):
         layers: Module name → the tensor-parallel layer.
         excluded: Module name → the pattern that leaves it uncompressed.
         verify: The number of pairs of steps to measure.
+        undo: What `detach` calls.
 
     Attributes:
         codec: Codec of the activations of layers that have none of their own.
@@ -363,6 +381,8 @@ class TPState(Reporting):
         excluded: Module name → the pattern of ``exclude=`` that leaves it uncompressed.
     """
 
+    integration = "TP"
+
     def __init__(
         self,
         model: nn.Module,
@@ -371,7 +391,10 @@ class TPState(Reporting):
         layers: Mapping[str, ShardedModule],
         excluded: Mapping[str, str],
         verify: int = 0,
+        undo: Sequence[Callable[[], object]] = (),
     ) -> None:
+        self.arguments = {}
+        self._undo, self._model = list(undo), weakref.ref(model)
         self.codec, self.backward_codec = str(comm.codec), str(comm.backward_codec)
         self.layers = {name: entry.kind for name, entry in plan.items()}
         self.codecs = {
@@ -384,7 +407,7 @@ class TPState(Reporting):
         self._modules = dict(layers)
         # Counters of compiled code are those of its group: what other models have counted is left out.
         self._compiled_before = Counter(compiled_traffic(comm.group_name).counts)
-        self._logged = False
+        self._logged, self._model_is_cut = False, True
         self._handles = [
             model.register_forward_pre_hook(ModuleHook(self._begin_forward)),
             model.register_forward_hook(ModuleHook(self._end_forward)),
@@ -393,7 +416,35 @@ class TPState(Reporting):
         self._pairs: ForwardPairs | None = None
         if verify and comm.world_size > 1:
             self._pairs = ForwardPairs(verify, "a step from forward to forward", lambda: (comm.group,))
-            model.register_forward_pre_hook(ModuleHook(self._begin_step))
+            self._undo.append(model.register_forward_pre_hook(ModuleHook(self._begin_step)).remove)
+
+    def detach(self) -> None:
+        """Give the model its own, whole layers back, with their weights as they are now; call it on every rank.
+
+        The ranks' shards are gathered, so each rank needs the memory of the whole model, as `compress` did. The
+        parameters are new ones: make the optimizer after this. Do not call it inside DDP or FSDP. The report keeps what
+        there was.
+
+        Raises:
+            RuntimeError: FSDP was applied to the model.
+
+        Example::
+
+            state.detach()
+            torch.save(model.state_dict(), "whole.pt")
+        """
+        model = self._model()
+        if model is None or not self._model_is_cut:
+            return
+        if kind_of(model) != "module":
+            raise RuntimeError("detach: FSDP was applied to the model, and has its parameters")
+        self._model_is_cut = False
+        for name, layer in self._modules.items():
+            replace_module(model, name, layer.dense_module())
+        for handle in self._handles:
+            handle.remove()
+        while self._undo:
+            self._undo.pop()()
 
     def report(self) -> Report:
         """Return what the layers have sent on this rank, by codec and by layer.
@@ -411,7 +462,7 @@ class TPState(Reporting):
         report = Report.of_traffic(
             [(part.name, part.traffic) for part in counted],
             unit="layers",
-            integration="TP",
+            integration=self.integration,
             rank=self._comm.rank,
             world_size=self._comm.world_size,
             policy=str(self),

@@ -228,7 +228,7 @@ def match_layers(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Pla
     modules = dict(model.named_modules())
     layers: dict[str, tuple[nn.Module, PlanEntry]] = {}
     for pattern, value in plan.items():
-        entry = PlanEntry(value) if isinstance(value, str) else value
+        entry = PlanEntry(value) if isinstance(value, str) else PlanEntry(*value)
         if entry.kind not in KINDS:
             raise ValueError(f"plan: {pattern!r} is {entry.kind!r}; valid: {', '.join(KINDS)}")
         if entry.codec is not None:

@@ -8,7 +8,6 @@ works.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from typing import Any, TypedDict
@@ -410,11 +409,7 @@ class _WrappedModule(ShardedModule):
 
     def __init__(self, module: nn.Module, comm: CommConfig) -> None:
         super().__init__(comm)
-        # In a tuple, so that it is no submodule: its parameters, which have no memory, are never used.
-        no_memory: dict[int, Any] = {
-            id(parameter): nn.Parameter(parameter.detach().to("meta")) for parameter in module.parameters()
-        }
-        self._dense = (copy.deepcopy(module, no_memory),)
+        self.keep_dense(module)
         self.training = module.training
 
     def _run(self, parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -477,10 +472,18 @@ class ParallelExperts(_WrappedModule):
         self.load_dense(parameters)
         if isinstance(getattr(self._dense[0], "intermediate_dim", None), int):
             setattr(self._dense[0], "intermediate_dim", hidden // comm.world_size)  # noqa: B010
+        self._hidden = hidden
         # Weights are few, and what they lose changes what the router learns.
         self._weights_comm = CommConfig(
             codec=NONE, backward_codec=NONE, group=comm.group, group_name=comm.group_name
         )
+
+    def dense_module(self) -> nn.Module:
+        """As of `ShardedModule`."""
+        dense = super().dense_module()
+        if isinstance(getattr(dense, "intermediate_dim", None), int):
+            setattr(dense, "intermediate_dim", self._hidden)  # noqa: B010
+        return dense
 
     def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts, [n, width]."""

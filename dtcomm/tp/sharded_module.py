@@ -5,6 +5,7 @@ Such a module is initialized, loaded and saved as the dense module would be.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
@@ -46,6 +47,27 @@ class ShardedModule(nn.Module):
         self._shard_dims: dict[str, int] = {}
         self._packed: dict[str, int] = {}  # of parameters that differ from `packed`
         self.packed: int | tuple[int, ...] = 1
+        self._dense: tuple[nn.Module, ...] = ()
+
+    def keep_dense(self, module: nn.Module) -> None:
+        """Keep the dense module that the layer stands for, without the memory of its parameters."""
+        no_memory: dict[int, Any] = {
+            id(parameter): nn.Parameter(parameter.detach().to("meta")) for parameter in module.parameters()
+        }
+        # In a tuple, so that it is no submodule: its parameters are never used.
+        self._dense = (copy.deepcopy(module, no_memory),)
+
+    def dense_module(self) -> nn.Module:
+        """Return the dense module with the parameters of all ranks, and free this layer's; a collective."""
+        (dense,) = self._dense
+        for name, full in self.full_state_dict().items():
+            dense.register_parameter(
+                name, nn.Parameter(full, requires_grad=self.get_parameter(name).requires_grad)
+            )
+        self._dense = ()
+        dense.train(self.training)
+        self.to("meta")
+        return dense
 
     def register_shard(
         self,

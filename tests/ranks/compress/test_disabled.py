@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp, env, fsdp, pipeline, tp
-from dtcomm.compress.report import Reporting
+from dtcomm.compress.reporting import Reporting
 from dtcomm.context_parallel.state import make_settings
 from dtcomm.local_sgd import LocalSGD
 from dtcomm.moe.route import make_codecs

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp, fsdp, tp
-from dtcomm.compress.report import COLUMNS, MESSAGE_COLUMNS, Reporting
+from dtcomm.compress.report import COLUMNS, MESSAGE_COLUMNS
+from dtcomm.compress.reporting import Reporting
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
 

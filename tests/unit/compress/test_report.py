@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dtcomm.compress.payoff import Payoff, StepPairs
-from dtcomm.compress.report import COLUMNS, MESSAGE_COLUMNS, Report, Reporting, describe_uncompressed
+from dtcomm.compress.report import COLUMNS, MESSAGE_COLUMNS, Report, describe_uncompressed
+from dtcomm.compress.reporting import Reporting
 from dtcomm.compress.traffic import ParameterTotals, Row, Traffic, group_rows, group_traffic, message_rows
 
 
@@ -184,6 +185,9 @@ def test_what_was_not_compressed_is_the_first_line_of_text_and_rich(
 class _State(Reporting):
     def __init__(self, rank: int) -> None:
         self.rank = rank
+
+    def detach(self) -> None:
+        """Do nothing."""
 
     def report(self) -> Report:
         return make_report(make_row(), rank=self.rank, world_size=2)
