@@ -28,6 +28,7 @@ from dtcomm.backend.fallback_backends import CPU, CUDA, FallbackBackends, Fallba
 from dtcomm.backend.gather_ops import GatherOps
 from dtcomm.backend.p2p_matching import MessageMatcher
 from dtcomm.backend.reduce_ops import ReduceOps
+from dtcomm.compress.report import RankReport
 from dtcomm.errors import CollectiveTimeout
 from dtcomm.runtime.communicator import existing_communicator, release
 from dtcomm.work import COMPLETED, CompositeWork, TorchWork
@@ -280,7 +281,7 @@ for _name in (
 
 
 @dataclass(frozen=True)
-class BackendReport:
+class BackendReport(RankReport):
     """The state of the backend's groups at the time of the call of `report`; ``str()`` gives lines of text.
 
     Attributes:
@@ -288,9 +289,20 @@ class BackendReport:
             (``"native"``, ``"process_group"``, or ``"none"`` before the first operation), ``reason`` (why that
             runtime), ``operations`` and ``wire_bytes`` (of the runtime, on this rank), and ``fallbacks``: dicts with
             ``operation``, ``backend``, ``reason`` and ``count``.
+        rank: This rank.
     """
 
     groups: tuple[dict[str, Any], ...]
+    rank: int = 0
+
+    def summary(self) -> str:
+        """Return a line for each group, without the operations that fell back."""
+        lines = [line for line in str(self).splitlines() if not line.startswith("  fallback")]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: everything that the text says."""
+        return {"rank": self.rank, "groups": list(self.groups)}
 
     def __str__(self) -> str:
         lines = []
@@ -319,11 +331,12 @@ def report(group: Any = None) -> BackendReport:
 
         dist.init_process_group("dtcomm")
         ...
-        print(dtcomm.backend.report())
+        dtcomm.backend.report().print(verbose=True)
     """
     groups = [live for live in _groups if not live.closed] if group is None else [group]
     entries = (live.report_entry() for live in groups)
-    return BackendReport(tuple(sorted(entries, key=lambda entry: str(entry["name"]))))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return BackendReport(tuple(sorted(entries, key=lambda entry: str(entry["name"]))), rank)
 
 
 # --- monitored_barrier ---------------------------------------------------------------------------

@@ -153,7 +153,9 @@ def require_intact(
     version, checksums = state.get("version"), state.get(CHECKSUMS, {})
     saved_by = state.get("integration", integration)
     if integration and saved_by != integration:
-        raise ValueError(f"state: saved by {saved_by}; valid: a state of {integration}")
+        raise ValueError(
+            f"state: integration: saved by {str(saved_by)[:40]}; valid: a state of {integration}"
+        )
     if version not in versions:
         if version is None:
             raise ValueError(

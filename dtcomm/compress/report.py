@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -56,8 +57,40 @@ MESSAGE_COLUMNS = {
 _LEFT = {"message", "what", "codec", "dtype", "note", "guard"}
 
 
+class RankReport(ABC):
+    """What every report of a rank can be asked for; ``str()`` is its whole text.
+
+    Attributes:
+        rank: This rank in its group.
+    """
+
+    rank: int
+
+    @abstractmethod
+    def summary(self) -> str:
+        """Return the text in short."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: everything that the text says."""
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def print(self, *, verbose: bool = False, all_ranks: bool = False) -> None:
+        """Print `summary` on the group's first rank.
+
+        Args:
+            verbose: Print the whole text instead, such as tables by codec and by message. Default: False.
+            all_ranks: Print on every rank, each with its own counters. Default: False.
+        """
+        if all_ranks or self.rank == 0:
+            print(self if verbose else self.summary(), flush=True)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(RankReport):
     """The report of one rank.
 
     `summary` gives six lines, ``str()`` and rich's print tables, `to_dict` plain values, `to_json` their text.
@@ -167,10 +200,6 @@ class Report:
         values["legend"] = self.legend()
         return values
 
-    def to_json(self, indent: int | None = None) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
-
     def legend(self) -> list[str]:
         """Return what all columns mean, and what a large relative error means if a row has one."""
         columns = MESSAGE_COLUMNS if self.by_message else COLUMNS
@@ -227,16 +256,6 @@ class Report:
         if self.payoff is None and self.wire_bytes >= self.plain_bytes:
             return "nothing is compressed" if self.plain_bytes else "nothing was sent yet"
         return str(self.payoff or self.unmeasured)
-
-    def print(self, *, verbose: bool = False, all_ranks: bool = False) -> None:
-        """Print the six lines of `summary` on the group's first rank.
-
-        Args:
-            verbose: Print the tables instead: a row for each codec and for each message. Default: False.
-            all_ranks: Print on every rank, each with its own counters. Default: False.
-        """
-        if all_ranks or self.rank == 0:
-            print(self if verbose else self.summary(), flush=True)
 
     def __rich__(self) -> Any:
         tables = [rich_table(self._title(), *self._table())]

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from dtcomm import ddp
+from dtcomm.backend import BackendReport
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy
-from dtcomm.compress.report import Report
+from dtcomm.compress.report import RankReport, Report
 from dtcomm.compress.reporting import GroupTraffic, Reporting
 from dtcomm.profiling.metrics import Metric
 
@@ -192,9 +193,9 @@ def test_a_state_without_anything_to_save_refuses_that_of_another_integration() 
     saved = state.state_dict()
     state.load_state_dict(saved)
     state.load_state_dict([saved, saved], strict=False)
-    with pytest.raises(ValueError, match="state: saved by DDP; valid: a state of test"):
+    with pytest.raises(ValueError, match="state: integration: saved by DDP; valid: a state of test"):
         state.load_state_dict(ddp.DDPState("int8").state_dict())
-    with pytest.raises(ValueError, match="state: saved by test; valid: a state of DDP"):
+    with pytest.raises(ValueError, match="state: integration: saved by test; valid: a state of DDP"):
         ddp.DDPState("int8").load_state_dict(saved)
     with pytest.raises(ValueError, match="the entry 'integration' is missing"):
         state.load_state_dict(checkpoint.seal({}))
@@ -223,3 +224,22 @@ def test_a_guard_may_be_given_as_a_mapping() -> None:
     assert state.config()["guard"]["on_loss"] == "error"
     with pytest.raises(TypeError, match=r"guard: unknown option 'on_los' \(did you mean 'on_loss'\?\)"):
         ddp.DDPState("int8", guard={"on_los": "error"})  # type: ignore[arg-type]
+
+
+def test_the_report_of_the_backend_has_the_methods_of_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    fallback = {"operation": "all_reduce", "backend": "gloo", "reason": "op PRODUCT", "count": 3}
+    group = {
+        "name": "0", "ranks": [0, 1], "runtime": "native", "reason": "one host", "operations": 4, "wire_bytes": 8,
+        "fallbacks": [fallback],
+    }  # fmt: skip
+    for rank in range(2):
+        report = BackendReport((group,), rank)
+        assert isinstance(report, RankReport) and issubclass(Report, RankReport)
+        assert json.loads(report.to_json()) == report.to_dict() == {"rank": rank, "groups": [group]}
+        report.print()
+        assert capsys.readouterr().out == ("" if rank else f"{report.summary()}\n")
+        report.print(verbose=True, all_ranks=True)
+        assert capsys.readouterr().out == f"{report}\n"
+    assert (
+        "PRODUCT" in str(report) and "PRODUCT" not in report.summary() and "4 operations" in report.summary()
+    )

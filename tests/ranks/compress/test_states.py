@@ -119,7 +119,9 @@ def test_a_state_is_loaded_by_its_own_integration_alone(rank: int, ranks: int) -
         state.load_state_dict(saved[name])
         for other, value in saved.items():
             if other != name:
-                with pytest.raises(ValueError, match=f"state: saved by {other}; valid: a state of {name}"):
+                with pytest.raises(
+                    ValueError, match=f"state: integration: saved by {other}; valid: a state of {name}"
+                ):
                     state.load_state_dict(value)
 
 

@@ -59,7 +59,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"preset": 1}, TypeError, "preset: .*got int"),
     ({"residual": "int9"}, ValueError, "residual: 'int9'.*fp32, bf16, int8"),
     ({"residual": "bf16"}, ValueError, "residual: 'bf16' .*feedback=True"),
-    ({"guard": True}, TypeError, "guard: expected a Guard or None, got bool"),
+    ({"guard": True}, TypeError, "guard: expected a dtcomm.ddp.Guard or None, got bool"),
     ({"sample_every": "5"}, TypeError, "sample_every: expected .*got str"),
     ({"sample_every": True}, TypeError, "sample_every: expected .*got bool"),
     ({"sample_every": -1}, ValueError, "sample_every: "),
