@@ -23,7 +23,7 @@ from dtcomm.compress.policy import Policy
 from dtcomm.compress.report import DEFAULT_RULES, Report
 from dtcomm.compress.spec import Scheme
 from dtcomm.compress.traffic import Traffic
-from dtcomm.profiling.metrics import Metric, log_scalars, scalars
+from dtcomm.profiling.metrics import Metric, log_metrics
 from dtcomm.profiling.timeline import Timeline
 from dtcomm.work import Work
 
@@ -106,9 +106,8 @@ class Reporting(ABC):
         Call it on the ranks that have a logger; each gives its own counters.
 
         Args:
-            logger: An object with ``log_metrics(dict, step=)`` (MLflow, loggers of Lightning), ``add_scalar(name,
-                value, step)`` (TensorBoard) or ``log(dict, step=)`` (Weights & Biases, Accelerate), or a function of a
-                dict.
+            logger: A logger of Weights & Biases, TensorBoard, MLflow, Lightning or Accelerate, or a function of a dict,
+                as `dtcomm.profiling.log_metrics` takes it.
             step: The step that the logger gets; functions get none. Default None: what the logger itself counts.
 
         Raises:
@@ -118,7 +117,7 @@ class Reporting(ABC):
 
             state.log(wandb, step)
         """
-        log_scalars(logger, scalars(self.metrics()), step)
+        log_metrics(self, logger, step)
 
     def observe(self, loss: float | torch.Tensor) -> None:
         """Tell the guard this step's loss; call it on every rank, once a step and before the backward pass.

@@ -1,4 +1,4 @@
-"""Metrics for dashboards: the text format of Prometheus, and scalars of a TensorBoard writer.
+"""Metrics for dashboards: the text format of Prometheus, and values for loggers such as TensorBoard.
 
 The format is https://prometheus.io/docs/instrumenting/exposition_formats; node_exporter's textfile collector reads a
 folder of such files.
@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,12 +34,6 @@ class HasMetrics(Protocol):
     """What has metrics: `dtcomm.ddp.DDPState`, `dtcomm.fsdp.FSDPState`, `Timeline`."""
 
     def metrics(self) -> list[Metric]: ...
-
-
-class ScalarWriter(Protocol):
-    """``torch.utils.tensorboard.SummaryWriter``, or another object with this method."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any: ...
 
 
 def summary_metrics(summary: Summary) -> list[Metric]:
@@ -98,54 +92,36 @@ def write_prometheus(
     write_file(target, prometheus(state, labels))
 
 
-def write_tensorboard(state: HasMetrics, writer: ScalarWriter, step: int, prefix: str = "dtcomm") -> None:
-    """Write every metric as a scalar, under the names of `scalars`.
-
-    Args:
-        state: What has metrics.
-        writer: A ``SummaryWriter``.
-        step: The global step.
-        prefix: The first part of the tags. Default "dtcomm".
-    """
-    log_scalars(writer, scalars(state.metrics(), prefix), step)
-
-
-def scalars(metrics: Iterable[Metric], prefix: str = "dtcomm") -> dict[str, float]:
-    """Return the finite metrics by name, such as ``dtcomm/message_seconds/bucket_0/gradients``.
+def log_metrics(source: HasMetrics, logger: Any, step: int | None = None) -> None:
+    """Give the finite metrics to a logger, by names such as ``dtcomm/message_seconds/bucket_0/gradients``.
 
     In the labels that make up a name, what loggers do not take in names becomes ``_``.
-    """
-    values = {}
-    for metric in metrics:
-        labels = (re.sub(r"[^\w.-]+", "_", value) for value in metric.labels.values() if value)
-        if math.isfinite(metric.value):  # TensorBoard cannot draw others
-            name = "/".join([prefix, metric.name.removeprefix("dtcomm_"), *labels])
-            values[name] = float(metric.value)
-    return values
-
-
-def log_scalars(logger: Any, values: Mapping[str, float], step: int | None = None) -> None:
-    """Give values to a logger.
 
     Args:
-        logger: An object with ``log_metrics(dict, step=)``, ``add_scalar(name, value, step)`` or ``log(dict, step=)``,
-            or a function of a dict.
-        values: Name → value.
+        source: What has metrics.
+        logger: An object with ``log_metrics(dict, step=)`` (MLflow, loggers of Lightning), ``add_scalar(name, value,
+            step)`` (TensorBoard) or ``log(dict, step=)`` (Weights & Biases, Accelerate), or a function of a dict.
         step: The step that the logger gets; functions get none. Default None: what the logger itself counts.
 
     Raises:
         TypeError: ``logger`` is none of these.
     """
+    values = {}
+    for metric in source.metrics():
+        labels = (re.sub(r"[^\w.-]+", "_", value) for value in metric.labels.values() if value)
+        if math.isfinite(metric.value):  # TensorBoard cannot draw others
+            name = "/".join(["dtcomm", metric.name.removeprefix("dtcomm_"), *labels])
+            values[name] = float(metric.value)
     given = {} if step is None else {"step": step}
     if hasattr(logger, "log_metrics"):
-        logger.log_metrics(dict(values), **given)
+        logger.log_metrics(values, **given)
     elif hasattr(logger, "add_scalar"):
         for name, value in values.items():
             logger.add_scalar(name, value, step)
     elif hasattr(logger, "log") and not isinstance(logger, logging.Logger):
-        logger.log(dict(values), **given)
+        logger.log(values, **given)
     elif callable(logger):
-        logger(dict(values))
+        logger(values)
     else:
         raise TypeError(
             f"logger: got {type(logger).__name__}; valid: an object with log(dict, step=) (wandb), add_scalar(name, "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.profiling import Metric, prometheus, write_prometheus, write_tensorboard
+from dtcomm.profiling import Metric, log_metrics, prometheus, write_prometheus
 
 SAMPLE = re.compile(
     r'^[a-z_]+(\{[a-z]+="(\\.|[^"\\\n])*"(,[a-z]+="(\\.|[^"\\\n])*")*\})? (-?[0-9.e+-]+|NaN|[+-]Inf)$'
@@ -68,7 +68,7 @@ def test_tensorboard_gets_all_finite_values() -> None:
         *(STATE.metrics()[index] for index in (0, 2, 3)),
         Metric("dtcomm_error", 0.5, "lost", labels=labels),
     ]
-    write_tensorboard(StateWithMetrics(*metrics), writer, 12)
+    log_metrics(StateWithMetrics(*metrics), writer, 12)
     assert writer.scalars == [
         ("dtcomm/bytes_total", 2**40, 12),
         ("dtcomm/error/topk", 1e-9, 12),
