@@ -19,14 +19,14 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from dtcomm import env
-from dtcomm.arguments import complete_options, require_bool, require_int, shares_options
+from dtcomm.arguments import shares_options
 from dtcomm.collectives import broadcast
 from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
 from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, bucket_rows, build_layout
 from dtcomm.compress.error_state import ErrorState
 from dtcomm.compress.feedback import DGC, Feedback
-from dtcomm.compress.guard import Event, as_guard, count_events
+from dtcomm.compress.guard import Event, count_events
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import unmeasured
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
@@ -39,13 +39,12 @@ from dtcomm.kernels import counter_rng
 from dtcomm.local_sgd.fragments import Fragment, PendingAverage, PendingBucket, group_by_size, make_fragments
 from dtcomm.local_sgd.islands import Island, local_shard, unwrap
 from dtcomm.local_sgd.moments import MomentAverager
-from dtcomm.local_sgd.options import DEFAULTS, Options
+from dtcomm.local_sgd.options import COMPARE, DEFAULTS, Options, checked
 
 _log = logging.getLogger("dtcomm")
 
 WHAT = "differences of weights"  # what the ranks average, in reports
 MOMENTS = "moments of the optimizer"
-COMPARE = "compare report().seconds of some averages with those of codec='none'"
 
 
 @shares_options(DEFAULTS, Options)
@@ -101,35 +100,12 @@ class LocalSGD(Reporting):
         feedback: bool | str | Feedback = True,
         **options: Unpack[Options],
     ) -> None:
-        if "verify" in options:
-            raise TypeError(
-                "verify: LocalSGD has none: most steps send nothing, and with delay= an average travels while others "
-                f"compute, so no pair of steps shows what compression saves; {COMPARE}"
-            )
-        options = complete_options("LocalSGD", options, DEFAULTS)
-        outer, guard = options["outer"], as_guard(options["guard"])
+        options = checked(every, options)
+        outer, guard = options["outer"], options["guard"]
         algorithm, sample_every = options["algorithm"], options["sample_every"]
         delay, mixing = options["delay"], options["mixing"]
         optimizer, moments = options["optimizer"], options["moments"]
         model = unwrap(model, group)
-        require_int("every", every, 1)
-        require_int("seed", options["seed"])
-        require_bool("save_residuals", options["save_residuals"])
-        for name, value, least in (
-            ("warmup", options["warmup"], 0),
-            ("bucket_bytes", options["bucket_bytes"], 1),
-            ("sample_every", sample_every, 0),
-            ("delay", delay, 0),
-        ):
-            require_int(name, value, least)
-        if delay >= every:
-            raise ValueError(f"delay={delay}: expected less than every={every}")
-        if not 0 < mixing <= 1:
-            raise ValueError(f"mixing={mixing}: expected a number above 0 and at most 1")
-        if bool(moments) != (optimizer is not None):
-            raise ValueError(f"moments and optimizer go together, got {moments!r} and {optimizer!r}")
-        if outer is not None and not callable(outer):
-            raise TypeError(f"outer: expected a function that makes an optimizer, got {type(outer).__name__}")
         self._island = Island(model)
         self._island.reshard()
         excluded = exclusions(options["exclude"], [name for name, _ in model.named_parameters()])
@@ -176,7 +152,6 @@ class LocalSGD(Reporting):
         self._outer = None if outer is None else outer(self._common)
         self._compresses = any(scheme != NONE for scheme in schemes)
         self._monitor = self._make_monitor()
-        self._loss_watch = None if guard is None else self._monitor
         self._sample_every, self._bucket_bytes = sample_every, options["bucket_bytes"]
         self._in_flight: deque[PendingAverage] = deque()
         self._retired: list[BucketLayout] = []
@@ -276,7 +251,9 @@ class LocalSGD(Reporting):
 
     def _make_monitor(self) -> Monitor:
         guard = self._guard if self._compresses else None
-        return Monitor(guard, self.group, agreeing_groups=self._island.tensor_parallel_groups)
+        monitor = Monitor(guard, self.group, agreeing_groups=self._island.tensor_parallel_groups)
+        self._loss_watch = None if self._guard is None else monitor
+        return monitor
 
     def _in_flight_bytes(self) -> dict[str, int]:
         """Return the bytes of averages in flight, for reports; empty if there are none."""

@@ -7,10 +7,12 @@ from typing import TypedDict
 
 import torch
 
+from dtcomm.arguments import complete_options, require_bool, require_int
 from dtcomm.collectives import Algorithm
-from dtcomm.compress.guard import Guard
+from dtcomm.compress.guard import Guard, as_guard
 from dtcomm.local_sgd.fragments import Fragments
 
+COMPARE = "compare report().seconds of some averages with those of codec='none'"
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -83,3 +85,36 @@ DEFAULTS: Options = {
     "optimizer": None,
     "moments": None,
 }
+
+
+def checked(every: int, given: Mapping[str, object]) -> Options:
+    """Return all options of a call; TypeError or ValueError if one is unknown, of a wrong type or out of range."""
+    if "verify" in given:
+        raise TypeError(
+            "verify: LocalSGD has none: most steps send nothing, and with delay= an average travels while others "
+            f"compute, so no pair of steps shows what compression saves; {COMPARE}"
+        )
+    options = complete_options("LocalSGD", given, DEFAULTS)
+    delay, mixing, outer = options["delay"], options["mixing"], options["outer"]
+    require_int("every", every, 1)
+    require_int("seed", options["seed"])
+    require_bool("save_residuals", options["save_residuals"])
+    for name, value, least in (
+        ("warmup", options["warmup"], 0),
+        ("bucket_bytes", options["bucket_bytes"], 1),
+        ("sample_every", options["sample_every"], 0),
+        ("delay", delay, 0),
+    ):
+        require_int(name, value, least)
+    if delay >= every:
+        raise ValueError(f"delay={delay}: expected less than every={every}")
+    if not 0 < mixing <= 1:
+        raise ValueError(f"mixing={mixing}: expected a number above 0 and at most 1")
+    if bool(options["moments"]) != (options["optimizer"] is not None):
+        raise ValueError(
+            f"moments and optimizer go together, got {options['moments']!r} and {options['optimizer']!r}"
+        )
+    if outer is not None and not callable(outer):
+        raise TypeError(f"outer: expected a function that makes an optimizer, got {type(outer).__name__}")
+    options["guard"] = as_guard(options["guard"])
+    return options

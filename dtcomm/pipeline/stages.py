@@ -112,13 +112,14 @@ def compress(
             raise wrong_type("stages", "stages of torch.distributed.pipelining", stage)
         if isinstance(vars(stage).get("get_fwd_send_ops"), _Replaced):
             raise ValueError(f"stages: stage {stage.stage_index} is compressed already")
-    for name, value in (
-        ("feedback", feedback),
-        ("save_residuals", save_residuals),
-        ("differences", differences),
-        ("dynamic_shapes", dynamic_shapes),
-        ("allow_inaccurate", allow_inaccurate),
-    ):
+    options = {
+        "feedback": feedback,
+        "save_residuals": save_residuals,
+        "differences": differences,
+        "dynamic_shapes": dynamic_shapes,
+        "allow_inaccurate": allow_inaccurate,
+    }
+    for name, value in options.items():
         require_bool(name, value)
     if differences and dynamic_shapes:
         raise ValueError(
@@ -144,15 +145,7 @@ def compress(
     policy = f"activations {forward}{' (differences)' if differences else ''}, gradients {backward}"
     state = PipelineState(listed[0].group, torch.device(listed[0].device), policy, feedback)
     state.save_residuals = save_residuals
-    state.arguments = {
-        "codec": codec,
-        "backward_codec": backward_codec,
-        "feedback": feedback,
-        "save_residuals": save_residuals,
-        "differences": differences,
-        "dynamic_shapes": dynamic_shapes,
-        "allow_inaccurate": allow_inaccurate,
-    }
+    state.arguments = {"codec": codec, "backward_codec": backward_codec, **options}
     for stage in listed:
         state.add_stage(_StageMessages(stage, settings, state))
     return state
