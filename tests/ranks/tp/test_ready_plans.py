@@ -72,3 +72,29 @@ def test_modules_of_another_kind_are_refused(rank: int, ranks: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             tp.compress(model, None, plan=plan)
+
+
+@on_ranks(2, timeout=120)
+def test_detach_gives_layers_of_every_kind_back(rank: int, ranks: int) -> None:
+    kinds = set()
+    for family in ("gpt2", "llama", "mixtral", "phi3", "qwen3"):
+        dense, model = tiny_model(family), tiny_model(family)
+        state = tp.compress(model, None, "int8")
+        kinds |= set(state.layers.values())
+        model(TOKENS)
+        state.detach()
+        for (name, module), (_, whole) in zip(model.named_modules(), dense.named_modules(), strict=True):
+            assert type(module) is type(whole), (family, name)
+            plain = {key: value for key, value in vars(whole).items() if isinstance(value, int | float | str)}
+            assert plain == {key: vars(module)[key] for key in plain}, (family, name)
+            config = getattr(whole, "config", None)
+            assert config is None or module.config.to_dict() == config.to_dict(), (family, name)
+        own = model.state_dict()
+        assert all(torch.equal(own.pop(name), tensor) for name, tensor in dense.state_dict().items())
+        assert not own and torch.equal(model(TOKENS).logits, dense(TOKENS).logits), family
+    assert kinds >= {"column", "column_packed3", "column_qkv", "row", "experts", "replicated"}, kinds
+    embedding = torch.nn.Sequential(torch.nn.Embedding(64, 8, padding_idx=3))
+    before = embedding[0].weight.detach().clone()
+    tp.compress(embedding, None, "int8", {"0": "vocabulary"}).detach()
+    assert type(embedding[0]) is torch.nn.Embedding and embedding[0].padding_idx == 3
+    assert torch.equal(embedding[0].weight, before)
