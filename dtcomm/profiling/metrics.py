@@ -93,7 +93,7 @@ def write_prometheus(
 
 
 def log_metrics(source: HasMetrics, logger: Any, step: int | None = None) -> None:
-    """Give the finite metrics to a logger, by names such as ``dtcomm/message_seconds/bucket_0/gradients``.
+    """Give the finite metrics to a logger, by their names and labels behind ``dtcomm/``.
 
     In the labels that make up a name, what loggers do not take in names becomes ``_``.
 
