@@ -6,8 +6,8 @@ A `Guard` is what users configure. `dtcomm.compress.monitor` compares what ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dtcomm.arguments import complete_options
@@ -79,8 +79,12 @@ class Guard:
         on_loss: The action for ``loss``. Default "uncompressed".
         on_nonfinite: The action for ``nonfinite``. Default "error".
         steps: How long the action "uncompressed" lasts. Default 100 steps.
+        on_event: Called with each `Event` after its action was taken, and before "error" raises, on every rank that has
+            it, at the start of the step's communication. What it raises reaches the caller of ``backward()``, of FSDP's
+            forward or of ``step()``. Ranks may have different functions. Default None: nothing is called.
 
     Raises:
+        TypeError: ``on_event`` cannot be called.
         ValueError: An action is unknown or a limit is not positive.
 
     Example:
@@ -102,10 +106,11 @@ class Guard:
     on_loss: str = "uncompressed"
     on_nonfinite: str = "error"
     steps: int = 100
+    on_event: Callable[[Event], object] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        changed = (field for field in fields(self) if getattr(self, field.name) != field.default)
-        return f"Guard({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in changed)})"
+        shown = (each for each in fields(self) if each.repr and getattr(self, each.name) != each.default)
+        return f"Guard({', '.join(f'{each.name}={getattr(self, each.name)!r}' for each in shown)})"
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -123,12 +128,14 @@ class Guard:
         for name in ("steps", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"guard: {name} is {getattr(self, name)!r}; valid: 1 or more")
+        if self.on_event is not None and not callable(self.on_event):
+            raise TypeError(f"guard: on_event is {self.on_event!r}; valid: None or a function of an Event")
 
 
 def as_guard(given: object) -> Guard | None:
     """Return a guard, which may be given as a mapping of its attributes; TypeError if it is none."""
     if isinstance(given, Mapping):
-        defaults: Mapping[str, Any] = {field.name: field.default for field in fields(Guard)}
+        defaults: Mapping[str, Any] = {each.name: each.default for each in fields(Guard)}
         return Guard(**complete_options("guard", given, defaults))
     if not isinstance(given, Guard | None):
         raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(given).__name__}")

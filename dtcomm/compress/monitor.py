@@ -404,8 +404,6 @@ class Monitor:
         if not any((old.kind, old.name) == (kind, name) for old in self.events):
             _log.warning("%s", event)
         self.events.append(event)
-        if action == "error":
-            raise CompressionHarmful(event)
         affected = [name] if name else list(self._schemes)
         if action == "finer":
             for parameter in affected:
@@ -417,3 +415,7 @@ class Monitor:
             self.revision += 1
         elif action == "reset":
             self._resets += affected
+        if guard.on_event is not None:
+            guard.on_event(event)
+        if action == "error":
+            raise CompressionHarmful(event)

@@ -9,7 +9,7 @@ import torch
 
 from dtcomm import ddp
 from dtcomm.compress.checkpoint import seal
-from dtcomm.compress.guard import CompressionHarmful, Guard
+from dtcomm.compress.guard import CompressionHarmful, Event, Guard
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, batch, gradients, train, wrapped
 
@@ -73,6 +73,43 @@ def test_guard_may_ignore_or_only_warn() -> None:
         guard = Guard(cosine=0.95, window=2, on_harm=action)
         events, codecs = run_ranks(train_with_signs, 2, guard)[0][:2]
         assert events and set(codecs.values()) == expected
+
+
+def tell_of_events(rank: int, world_size: int, action: str) -> tuple[list[str], int, str]:
+    """Train with signs until the guard or its function raises; return what the function got, the step and the error."""
+    told: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        told.append(event)
+        if len(told) == 2:
+            raise LookupError("from the function")
+
+    model = wrapped(**SMALL_BUCKETS)
+    guard = Guard(cosine=0.95, window=2, on_harm=action, on_event=on_event)
+    state = ddp.compress(model, "sign", feedback=False, guard=guard, sample_every=0)
+    for step in range(10):
+        model.zero_grad()
+        try:
+            backward(model, rank, step)
+        except (LookupError, CompressionHarmful) as error:
+            assert state.events == tuple(told)
+            return list(map(str, told)), step, type(error).__name__
+    raise AssertionError("nothing was raised")
+
+
+CALLS = [("warn", 2, 9, "LookupError"), ("error", 1, 5, "CompressionHarmful")]
+
+
+@pytest.mark.parametrize(("action", "events", "last_step", "error"), CALLS)
+def test_the_guard_calls_a_function_on_every_rank(
+    action: str, events: int, last_step: int, error: str
+) -> None:
+    """The first event is that of step 5, as above; the second one is that of the next two windows."""
+    first, second = run_ranks(tell_of_events, 2, action)
+    assert first == second
+    told, step, raised = first
+    assert len(told) == events and raised == error and step == last_step
+    assert told[0].startswith("step 5: harm is ") and f": {action}; cosine" in told[0]
 
 
 def train_with_infinite_loss(rank: int, world_size: int, on_all: bool) -> tuple[str, int, str, int | None]:

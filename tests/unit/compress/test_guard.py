@@ -186,6 +186,13 @@ def test_invalid_guard_options_are_named(name: str, value: Any) -> None:
         Guard(**{name: value})
 
 
+def test_a_function_of_one_rank_does_not_make_its_guard_another_one() -> None:
+    guard = Guard(cosine=0.6, on_event=print)
+    assert guard == Guard(cosine=0.6) and str(guard) == "Guard(cosine=0.6)"
+    with pytest.raises(TypeError, match="guard: on_event is 'print'; valid: None or a function"):
+        Guard(on_event="print")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("guard", [None, Guard()])
 def test_a_loss_in_text_is_refused(guard: Guard | None) -> None:
     with pytest.raises(TypeError, match="loss"):
