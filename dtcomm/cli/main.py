@@ -13,6 +13,7 @@ import sys
 
 # name -> (module, one line of help)
 COMMANDS = {
+    "run": ("dtcomm.cli.run", "run a training script and compress the DDP and FSDP2 modules that it makes"),
     "perf": ("dtcomm.cli.perf", "measure collectives like nccl-tests, also those of torch.distributed"),
     "demo": (
         "dtcomm.cli.demo",

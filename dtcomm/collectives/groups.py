@@ -294,9 +294,10 @@ def leaving_bytes(
     Nothing is communicated. The other arguments are those of `sent_bytes`, of calls of a usual size.
 
     Returns:
-        The bytes; None if they are not known: the group has not communicated yet, or this rank sends nothing.
+        The bytes; None if they are not known: the group has not communicated yet, or is destroyed, or this rank sends
+        nothing.
     """
-    communicator = _connected(group)
+    communicator = _connected(group) if dist.is_initialized() else None
     if communicator is None or numel == 0:
         return None
     hosts = communicator.groups
