@@ -120,6 +120,8 @@ def attach(
     owner: Any,
     codec: str | Scheme | Policy = "int8",
     feedback: bool | str | Feedback = True,
+    *,
+    log: bool = False,
     **options: Unpack[Options],
 ) -> Attached[DDPState]:
     """Compress the gradients of a framework that wraps the model in DDP itself, once it has done so.
@@ -129,6 +131,8 @@ def attach(
 
     Args:
         owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
+        log: Log the metrics of the report through the framework, at its own interval, and with it to TensorBoard,
+            W&B or MLflow. An ``Accelerator`` logs them whenever the program calls ``log``. Default: False.
 
     Returns:
         An object whose ``state`` is the `DDPState`, once the framework has wrapped the model.
@@ -166,6 +170,7 @@ def attach(
             compress=compress_wrapped,
             unused=unused,
         ),
+        log=log,
     )
 
 

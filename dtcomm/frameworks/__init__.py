@@ -24,12 +24,13 @@ __all__ = ["Attached", "attach", "save_with"]
 FOLDER = "dtcomm"  # in a checkpoint folder
 
 
-def attach(owner: Any, integration: Integration[Any]) -> Attached[Any]:
+def attach(owner: Any, integration: Integration[Any], *, log: bool = False) -> Attached[Any]:
     """Compress the model of a framework once it is wrapped, and save the state with the framework's checkpoints.
 
     Args:
         owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
         integration: How a wrapped model is compressed; `dtcomm.ddp.attach` and `dtcomm.fsdp.attach` pass theirs.
+        log: Whether the metrics of the state are logged through the framework. Default: False.
 
     Returns:
         An object whose ``state`` is the state of compression, once the framework has wrapped the model.
@@ -40,6 +41,8 @@ def attach(owner: Any, integration: Integration[Any]) -> Attached[Any]:
     """
     attached: Attached[Any] = Attached(integration)
     attached.set_processes(_add_hooks(owner, attached))
+    if log:
+        _log_with(owner, attached)
     return attached
 
 
@@ -81,6 +84,39 @@ def _add_hooks(owner: Any, saved: SavedWithFramework) -> int:
         return int(owner.world_size)
     expected = "an accelerate.Accelerator, a transformers.Trainer or a lightning.Trainer"
     raise wrong_type("owner", expected, owner)
+
+
+def _log_with(owner: Any, attached: Attached[Any]) -> None:
+    """Log the state's metrics whenever a Trainer logs its loss, an Accelerator logs, or Lightning's interval ends."""
+    if framework_of(owner) == "lightning":
+        _log_with_lightning(owner, attached)
+        return
+    log, training_only = owner.log, framework_of(owner) == "transformers"
+
+    @functools.wraps(log)
+    def log_with_metrics(values: dict[str, Any], *args: Any, **options: Any) -> Any:
+        if "loss" in values or not training_only:
+            values = {**values, **attached.scalars()}
+        return log(values, *args, **options)
+
+    owner.log = log_with_metrics
+
+
+def _log_with_lightning(trainer: Any, attached: Attached[Any]) -> None:
+    optimizer_step, logged = trainer.strategy.optimizer_step, 0
+
+    @functools.wraps(optimizer_step)
+    def step_and_log(*args: Any, **options: Any) -> Any:
+        nonlocal logged
+        result = optimizer_step(*args, **options)
+        step = trainer.global_step  # of the step that ends here, from 0
+        if step + 1 - logged >= trainer.log_every_n_steps > 0 and (values := attached.scalars()):
+            logged = step + 1
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+        return result
+
+    trainer.strategy.optimizer_step = step_and_log
 
 
 def _require_no_hook(hook: Any, saved: SavedWithFramework) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from dtcomm import torch_compat
 from dtcomm.compress.checkpoint import VERSION, Compressor, gather, rank_and_size, require_intact
+from dtcomm.profiling.metrics import scalars
 from dtcomm.system import write_file
 
 S = TypeVar("S", bound=Compressor)
@@ -155,6 +156,11 @@ class Attached(SavedWithFramework, Generic[S]):
                 self._integration.name,
                 folder,
             )
+
+    def scalars(self) -> dict[str, float]:
+        """Return the metrics of the state by name; none until the model is compressed."""
+        state: Any = self._current
+        return {} if self._model is None else scalars(state)
 
     def model_is_wrapped(self, model: Any) -> None:
         """Compress a model that the framework has just wrapped, unless that has been done."""

@@ -157,6 +157,8 @@ def attach(
     owner: Any,
     gradients: str | Codec | None = None,
     parameters: str | Codec | None = None,
+    *,
+    log: bool = False,
     **options: Unpack[Options],
 ) -> Attached[FSDPState]:
     """Compress the collectives of a model that a framework shards, once it has done so.
@@ -167,6 +169,8 @@ def attach(
     Args:
         owner: A Hugging Face ``Accelerator`` or ``Trainer`` that uses FSDP, or a Lightning ``Trainer`` with
             ``ModelParallelStrategy``.
+        log: Log the metrics of the report through the framework, at its own interval, and with it to TensorBoard,
+            W&B or MLflow. An ``Accelerator`` logs them whenever the program calls ``log``. Default: False.
 
     Returns:
         An object whose ``state`` is the `FSDPState`, once the framework has sharded the model.
@@ -203,6 +207,7 @@ def attach(
             compress=lambda model: compress(model, gradients, parameters, **options),
             unused=unused,
         ),
+        log=log,
     )
 
 

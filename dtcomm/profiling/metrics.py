@@ -106,12 +106,7 @@ def log_metrics(source: HasMetrics, logger: Any, step: int | None = None) -> Non
     Raises:
         TypeError: ``logger`` is none of these.
     """
-    values = {}
-    for metric in source.metrics():
-        labels = (re.sub(r"[^\w.-]+", "_", value) for value in metric.labels.values() if value)
-        if math.isfinite(metric.value):  # TensorBoard cannot draw others
-            name = "/".join(["dtcomm", metric.name.removeprefix("dtcomm_"), *labels])
-            values[name] = float(metric.value)
+    values = scalars(source)
     given = {} if step is None else {"step": step}
     if hasattr(logger, "log_metrics"):
         logger.log_metrics(values, **given)
@@ -127,6 +122,16 @@ def log_metrics(source: HasMetrics, logger: Any, step: int | None = None) -> Non
             f"logger: got {type(logger).__name__}; valid: an object with log(dict, step=) (wandb), add_scalar(name, "
             "value, step) (TensorBoard) or log_metrics(dict, step=) (MLflow, Lightning), or a function of a dict"
         )
+
+
+def scalars(source: HasMetrics) -> dict[str, float]:
+    """Return the finite metrics by the names that `log_metrics` gives them."""
+    values = {}
+    for metric in source.metrics():
+        if math.isfinite(metric.value):  # TensorBoard cannot draw others
+            labels = (re.sub(r"[^\w.-]+", "_", value) for value in metric.labels.values() if value)
+            values["/".join(["dtcomm", metric.name.removeprefix("dtcomm_"), *labels])] = float(metric.value)
+    return values
 
 
 def _labels(labels: Mapping[str, str]) -> str:
