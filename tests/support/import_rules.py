@@ -47,7 +47,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "profiling": _may("planner collectives runtime streams work", "torch rich"),
     "compress": _may("profiling collectives planner kernels codecs streams work _C", "torch"),
     # Hooks in training frameworks, which are imported when an object of theirs is passed.
-    "frameworks": _may("compress", "torch fsspec transformers"),
+    "frameworks": _may("compress profiling", "torch fsspec transformers"),
     # tp: it says which parameters are shards.
     "ddp": _may(
         "frameworks local_sgd tp planner profiling compress collectives codecs kernels streams work",

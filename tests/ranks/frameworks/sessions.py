@@ -273,3 +273,16 @@ def lightning_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losse
     train_with_lightning(trainer, module, folder, mode)
     check_training(attached, module, losses, mode)
     return losses, warnings.lines
+
+
+def logged_by_trainer(rank: int, n: int, folder: Path) -> list[dict[str, float]]:
+    """Return what a Trainer logs with ``log=True``."""
+    from transformers.trainer_utils import IntervalStrategy
+
+    set_environment(rank, n)
+    forget_accelerate()
+    trainer = make_trainer(folder, {})
+    trainer.args.logging_strategy, trainer.args.logging_steps = IntervalStrategy.STEPS, SAVED_AT
+    ddp.attach(trainer, SPEC, log=True)
+    trainer.train()
+    return [values for values in trainer.state.log_history if "loss" in values]
