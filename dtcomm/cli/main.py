@@ -20,7 +20,10 @@ COMMANDS = {
         "train a small language model in memory and over an emulated link, and show what compression gains",
     ),
     "codecs": ("dtcomm.cli.codecs", "measure the size, error and speed of each codec"),
-    "plan": ("dtcomm.extensions.jobs.command", "predict collectives and training steps on a given system"),
+    "plan": (
+        "dtcomm.extensions.jobs.command",
+        "predict collectives, training steps and whole jobs on a given system",
+    ),
     "trace": ("dtcomm.cli.trace", "merge the ranks' timelines of a training run and summarize them"),
     "tp": (
         "dtcomm.extensions.calibrate.command",

@@ -243,7 +243,7 @@ class BucketRecord(NamedTuple):
 
 
 class StepRecorder:
-    """Records when buckets were ready and how long each took, then writes a file once, for ``dtcomm plan --record``.
+    """Records when buckets were ready and how long each took, and writes one file for ``dtcomm plan step --record``.
 
     The planner replays the times over another link. They are medians over the recorded steps; a step begins when its
     first bucket is ready. The rank that ``writes`` notes ``ranks`` and ``codec`` in the file. ValueError if there is no
@@ -309,7 +309,7 @@ def _message(bucket: InFlightBucket) -> MessageRecord:
 
 
 def summarize_steps(steps: Sequence[Sequence[BucketRecord]], ranks: int, codec: str) -> dict[str, Any]:
-    """Return what ``dtcomm plan --record`` reads; the last step only says when the one before it ended."""
+    """Return what ``dtcomm plan step --record`` reads; the last step only says when the one before it ended."""
     count = statistics.mode(map(len, steps))
     pairs = [(step, following[0].ready) for step, following in pairwise(steps) if len(step) == count]
     if not pairs:

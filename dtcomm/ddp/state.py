@@ -306,7 +306,7 @@ class DDPState(Reporting):
         return self.timeline.trace(path, checkpoint.rank_and_size(self.group)[0])
 
     def record(self, path: str | os.PathLike[str], steps: int = 20) -> None:
-        """Record when buckets are ready and how long they take, for ``dtcomm plan --record``.
+        """Record when buckets are ready and how long they take, for ``dtcomm plan step --record``.
 
         Args:
             path: The file, which rank 0 of the group writes once the step after the recorded ones has begun.

@@ -1,4 +1,4 @@
-"""Sweeps over sizes, codecs and algorithms for ``dtcomm plan``: the fastest of each, its gain, the break-even size."""
+"""Sweeps for ``dtcomm plan collective``: the fastest algorithm of each size and codec, its gain, the break-even size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicts the time of a training step, and the memory of a rank. ``dtcomm plan`` calls both.
+"""Predicts the time of a training step, and the memory of a rank. ``dtcomm plan step`` calls both.
 
 **DDP.** Gradients become ready bucket by bucket, and their communication overlaps the backward pass. Buckets are sent
 one after the other, each when it is ready and the previous one is complete. A step ends ``rest`` seconds (the optimizer
@@ -6,7 +6,7 @@ and what else precedes the next backward pass) after both the backward pass and 
 
 **Cores.** CPU ranks compute and communicate on the same cores. What a message takes of them is added to computing, and
 a message cannot take less time than that. The constants were fitted to DDP's steps of an MLP of 25 M parameters and a
-click model of 1 M, on a Xeon with a core for each rank; docs/results/training.md has the error on other models.
+click model of 1 M, on a Xeon with a core for each rank; docs/results/training.md counts right verdicts on others.
 
 **FSDP.** A *unit*, a layer, is gathered before its forward and again before its backward, one unit ahead, and its
 gradients are reduce-scattered after its backward. Gathers and reductions take place in the order of issue.

@@ -1,74 +1,233 @@
 """Command ``dtcomm plan``: predict collective times on hardware you do not own, and whether a codec would pay.
 
-`flags` and `options` read the command line, `training` has training steps, `job` whole jobs, `links` unlike links, and
-`report` the output.
+`flags` declares the arguments of the subcommands and `options` says what they stand for. `training` has training steps,
+`job` whole jobs, `links` unlike links, and `report` the output.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from dtcomm import env
+from dtcomm.arguments import suggest
 from dtcomm.cli import write_json
 from dtcomm.cli.tune import measure as tune_measure
-from dtcomm.extensions.jobs.command import job, links, report
-from dtcomm.extensions.jobs.command.options import PlanOptions, parse
+from dtcomm.extensions.jobs.command import flags, job, links, report
+from dtcomm.extensions.jobs.command.options import (
+    algorithm_names,
+    codec_specs,
+    links_options,
+    message_sizes,
+    step_options,
+    system_of,
+)
 from dtcomm.extensions.jobs.command.training import Training, of_model, of_record
+from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.sweep import Sweep, run_sweep
 from dtcomm.planner import parse as parse_table
 from dtcomm.planner.cost_model import Table
 
+DESCRIPTION = "Predict the time of a collective, a training step or a whole job, and the gain of codecs."
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return 0, or 2 if an argument or a file is wrong."""
-    options = parse(argv)
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        print("dtcomm plan: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 2
+    """Run a subcommand; return 0, or 1 if a job fits nowhere, or 2 without a subcommand.
+
+    Exits with status 2 and a line that names the argument if one is wrong.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    parser, commands = _parsers()
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    chosen = commands.get(words[0])
+    if chosen is None:
+        _refuse_command(parser, commands, words)
+    _refuse_flags(chosen, commands, words[1:])
+    arguments = chosen.parse_args(words[1:])
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        chosen.error("--plot needs matplotlib: pip install matplotlib")
     try:
-        return _run(options)
+        return COMMANDS[words[0]].run(arguments)
     except ValueError as error:
-        print(f"dtcomm plan: {error}", file=sys.stderr)
-        return 2
+        chosen.error(str(error))
 
 
-def _run(options: PlanOptions) -> int:
-    if options.memory is not None:
-        report.estimate_memory(options)
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """Return the parser of the command and those of its subcommands."""
+    options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "add_help": False}
+    parser = _Parser(prog="dtcomm plan", description=DESCRIPTION, **options)
+    group = parser.add_subparsers(title="commands", prog="dtcomm plan")
+    for name, command in COMMANDS.items():
+        lines = ["examples", *(f"  dtcomm plan {line}" for line in command.examples)]
+        own = group.add_parser(
+            name, help=command.help, description=f"Predict {command.help}.", usage=f"%(prog)s {command.usage}",
+            epilog="\n".join([*lines, "", command.note] if command.note else lines), **options,
+        )  # fmt: skip
+        own.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+        command.add_flags(own)
+    return parser, dict(group.choices)
+
+
+def _overview() -> str:
+    """Return what each subcommand is for, in a line, and an example of it."""
+    lines = ["usage: dtcomm plan COMMAND [options]", "", DESCRIPTION, ""]
+    lines += [f"  {name:<11} {command.help}" for name, command in COMMANDS.items()]
+    lines += ["", *(f"  dtcomm plan {command.examples[0]}" for command in COMMANDS.values())]
+    return "\n".join([*lines, "", "dtcomm plan COMMAND --help describes a command."])
+
+
+def _takes(parser: argparse.ArgumentParser, word: str) -> bool:
+    """Return whether a parser has a flag, also one that is shortened, or takes a name as its first argument."""
+    for action in parser._actions:
+        if not action.option_strings:
+            found = word in (action.choices or ())
+        elif word.startswith("--"):
+            found = any(flag.startswith(word) for flag in action.option_strings)
+        else:
+            found = word[:2] in action.option_strings
+        if found:
+            return True
+    return False
+
+
+def _flags(words: Sequence[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)]
+
+
+def _refuse_flags(chosen: _Parser, commands: Mapping[str, _Parser], words: Sequence[str]) -> None:
+    """Refuse flags of other subcommands before their values are taken for something else."""
+    for flag in _flags(words):
+        if _takes(chosen, flag):
+            continue
+        if owners := [f"dtcomm plan {name}" for name, parser in commands.items() if _takes(parser, flag)]:
+            chosen.error(f"{flag} belongs to {' and '.join(owners)}")
+        if flag.lstrip("-").replace("-", "_") in flags.STEP_KEYS:
+            chosen.error(f"{flag}: no such flag; step_ms and its like are keys of --model")
+        known = [name for action in chosen._actions for name in action.option_strings]
+        chosen.error(f"{flag}: no such flag{suggest(flag, known)}")
+
+
+def _refuse_command(parser: _Parser, commands: Mapping[str, _Parser], words: Sequence[str]) -> NoReturn:
+    """Say which subcommand was probably meant: one that takes the first word and all flags."""
+    first = words[0]
+    given = (
+        [first, *_flags(words)] if any(_takes(other, first) for other in commands.values()) else _flags(words)
+    )
+    fits = [name for name, other in commands.items() if given and all(_takes(other, word) for word in given)]
+    meant = (
+        f"; these arguments belong to dtcomm plan {fits[0]}" if len(fits) == 1 else suggest(first, commands)
+    )
+    what = f"no command before {first}" if first.startswith("-") else f"{first!r} is not a command"
+    parser.error(f"{what}; valid: {', '.join(commands)}{meant}")
+
+
+def _collective(arguments: argparse.Namespace) -> int:
+    if arguments.links is not None:
+        links.plan(links_options(arguments), _table(arguments, None), arguments.json)
         return 0
-    if options.job is not None:
-        return job.plan_job(options)
-    table = _table(options)
-    if options.links is not None:
-        links.plan(options.links, table, options.json)
-        return 0
-    placement = tune_measure.cpu_placement() if options.system.name == "local" and table.measured else ""
-    training = None
-    if options.model is not None:
-        training = of_model(options, table, placement)
-    elif options.record is not None:
-        training = of_record(options, table, placement)
-    if training is not None:
-        sweeps = [messages.sweep for messages in training.messages]
-    else:
-        what = options.collective, options.sizes, options.codecs, options.algorithms, options.dtype
-        sweeps = [run_sweep(options.system, *what, table, placement)]
-    if write_json(as_dict(sweeps, training), options.json):
-        report.print_plan(sweeps, training)
-    if options.plot is not None:
-        report.plot(sweeps, training, options.plot)
-        print(f"Wrote {options.plot}", file=sys.stderr)
+    system = system_of(arguments)
+    table = _table(arguments, system)
+    what = arguments.collective, message_sizes(arguments), codec_specs(arguments), algorithm_names(arguments)
+    _write(arguments, [run_sweep(system, *what, arguments.datatype, table, _placement(system, table))], None)
     return 0
 
 
-def _table(options: PlanOptions) -> Table:
+def _step(arguments: argparse.Namespace) -> int:
+    options = step_options(arguments)
+    if options.memory is not None:
+        report.estimate_memory(options.memory, options.system, arguments.json)
+        return 0
+    table = _table(arguments, options.system)
+    estimate = of_model if options.model is not None else of_record
+    training = estimate(options, table, _placement(options.system, table))
+    _write(arguments, [messages.sweep for messages in training.messages], training)
+    return 0
+
+
+class _Command(NamedTuple):
+    """A subcommand: its line in the list, what follows its name in its usage, its arguments, and what runs it."""
+
+    help: str
+    usage: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    examples: tuple[str, ...]
+    note: str = ""
+
+
+COMMANDS = {
+    "collective": _Command(
+        "one collective on links: algorithm, codec, time, bytes that leave a host",
+        "[COLLECTIVE] [options]",
+        flags.add_collective,
+        _collective,
+        (
+            "collective all_reduce --system h100 --hosts 2 -b 1M -e 8G --codec int8",
+            "collective --inside nvlink4 --between 400gbit --hosts 4 --plot plan.png",
+            "collective --links 0-1=1gbit:75ms,0-2=500mbit:40ms,1-2=1gbit:90ms",
+        ),
+        "algbw and busbw count uncompressed bytes, as nccl-tests does; GB is 1e9 bytes,\n"
+        "K, M and G are powers of 1024. docs/guides/planning.md describes the models.",
+    ),
+    "step": _Command(
+        "a training step of DDP or FSDP on links: time, memory, and which codec pays",
+        "[ddp|fsdp] (--model K=V,… | --record FILE | --memory K=V,…) [options]",
+        flags.add_step,
+        _step,
+        (
+            "step --inside memory --between 10gbit --hosts 2 --model 1B,step_ms=900",
+            "step fsdp --system h100 --hosts 8 --model 70B,tokens=8192,dtype=bf16",
+            "step --system h100 --hosts 2 --memory 7B,layers=32,dtype=bf16",
+        ),
+        "In params and tokens K, M, B and T are powers of 1000.",
+    ),
+    "job": _Command(
+        "a whole job on GPUs: the best layout over DP, ZeRO, TP, PP, CP and EP",
+        "--model NAME [options]",
+        flags.add_job,
+        job.plan_job,
+        ("job --model llama-70b --system h100 --hosts 8 --seq 8192 --batch 512",),
+    ),
+    "sites": _Command(
+        "a whole job across sites: DDP, DiLoCo and Streaming DiLoCo over slow links",
+        "--model NAME --wan LINK [options]",
+        flags.add_sites,
+        job.plan_job,
+        ("sites --model llama-8b --system h100 --sites 2 --wan 1gbit --every 100",),
+    ),
+}
+
+
+def _table(arguments: argparse.Namespace, system: System | None) -> Table:
     # The user's table was measured on this machine and does not apply to other systems.
-    if options.table is not None:
-        return parse_table(options.table.read_text())
-    return parse_table(env.tune_text() if options.system.name == "local" else "")
+    if arguments.table is not None:
+        return parse_table(arguments.table.read_text())
+    return parse_table(env.tune_text() if system is None or system.name == "local" else "")
+
+
+def _placement(system: System, table: Table) -> str:
+    return tune_measure.cpu_placement() if system.name == "local" and table.measured else ""
+
+
+def _write(arguments: argparse.Namespace, sweeps: Sequence[Sweep], training: Training | None) -> None:
+    if write_json(as_dict(sweeps, training), arguments.json):
+        report.print_plan(sweeps, training)
+    if arguments.plot is not None:
+        report.plot(sweeps, training, arguments.plot)
+        print(f"Wrote {arguments.plot}", file=sys.stderr)
 
 
 def as_dict(sweeps: Sequence[Sweep], training: Training | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Flags of ``dtcomm plan``: their names, their help, and what their texts stand for."""
+"""Flags of the subcommands of ``dtcomm plan``: their names, their help, and what their texts stand for."""
 
 from __future__ import annotations
 
@@ -13,33 +13,13 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.cli import count_argument, parse_size, size_argument
+from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.extensions.jobs import hardware, training_model
 from dtcomm.extensions.jobs.hardware import not_one_of
 from dtcomm.extensions.jobs.layout import RECOMPUTE, SCHEDULES
 from dtcomm.extensions.jobs.models import PRESETS, ModelShape, find_model, is_preset, model_of_size
 from dtcomm.planner import LinkRates
 from dtcomm.planner.links import read_json
-
-EPILOG = """\
-examples
-  dtcomm plan all_reduce --system h100 --hosts 2 --per-host 8 -b 1M -e 8G -f 8 --codec int8
-  dtcomm plan all_reduce --inside nvlink4 --between 400gbit --hosts 4 --codec int8 --codec int4 --plot plan.png
-  dtcomm plan all_reduce --system a100 --hosts 16 --model params=1B,tokens=8192 --codec int4
-  dtcomm plan reduce_scatter --system h100 --hosts 8 --model params=70B,layers=80,tokens=8192,dtype=bf16
-  dtcomm plan --system h100 --hosts 2 --memory params=7B,layers=32,dtype=bf16
-  dtcomm plan --inside memory --between 1gbit --hosts 2 --per-host 1 --record steps.json --codec int8
-  dtcomm plan --model llama-70b --system h100 --hosts 8 --seq 8192 --batch 512       # a whole job: the best layout
-  dtcomm plan --model llama-8b --system h100 --sites 2 --wan 1gbit --rtt 75 --every 100    # across sites
-  dtcomm plan --links 0-1=1gbit:75ms,0-2=500mbit:40ms,1-2=1gbit:90ms --per-host 2 --codec int4      # unlike links
-
-With --model, all_reduce is a step of DDP, which all-reduces gradients in buckets, and reduce_scatter one of FSDP, which
-gathers parameters twice and reduce-scatters gradients, layer by layer. In params and tokens K, M, B and T are powers of
-1000.
-
-Without a codec GPUs use NCCL, which is modelled with its published constants. Payloads of a codec follow dtcomm's
-schedules, which are simulated. docs/guides/planning.md describes the models and their accuracy.
-algbw and busbw count uncompressed bytes, as nccl-tests does; GB is 1e9 bytes, K, M and G are powers of 1024."""
-
 
 DEFAULT_MFU = 0.4  # of large language models on A100s and H100s; Llama 3's report has 38 to 43 %
 MAX_LAYERS = 100_000
@@ -51,6 +31,10 @@ TRAINING_DTYPES = {
 }
 COMPUTE_OF_DTYPE = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 COMPUTE_TYPES = ("fp32", "tf32", "bf16", "fp16")
+STRATEGIES = ("ddp", "fsdp")
+RAILS, FAT_TREE = "rails", "fat-tree"
+#: Hosts below one leaf switch, if --leaf-hosts is not given: with rails each of a leaf's 32 ports is another host's.
+LEAF_HOSTS = {RAILS: 32, FAT_TREE: 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +60,7 @@ class TrainingModel:
         if (self.tokens is None) == (self.step_ms is None):
             given = "both" if self.tokens is not None else "neither"
             raise ValueError(
-                "give tokens=, those of a rank in a step (for example tokens=8192), or step_ms=, the milliseconds "
+                "give tokens=, those of a rank in a step (for example 7B,tokens=8192), or step_ms=, the milliseconds "
                 f"that a rank computes in a step; got {given}"
             )
         for name in ("mfu", "compute"):
@@ -131,87 +115,155 @@ _LINK = re.compile(
 )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags to a parser."""
-    number, size = count_argument(1), size_argument(1)
-    collectives = list(algorithms.collectives())
-    systems = ", ".join(name for name in hardware.SYSTEMS if name != "local")
-    add = parser.add_argument
-    add("collective", nargs="?", type=_name_of(collectives),
-        help=f"{', '.join(collectives)} (default all_reduce)")  # fmt: skip
-    _add_rows(parser.add_argument_group("the system"), (
-        ("--system", "NAME", _name_of(hardware.SYSTEMS), f"{systems}: nodes of 8 GPUs, or workstations of one; or "
-         "local (this machine)"),
-        ("--inside", "LINK", str, f"each rank's link inside its host: {', '.join(hardware.PORTS)}, or N gbit"),
-        ("--between", "LINK", str, "a host's link to other hosts, from the same list"),
-        ("--topology", "FILE", Path, "a JSON file that describes the system; docs/guides/planning.md has an example"),
-        ("--device", "NAME", _device, f"{', '.join(hardware.DEVICES)}, or NAME,memory=24G,bf16=165T,bandwidth=1008G: "
-         "what computes and encodes"),
-        ("--hosts", "N", number, "hosts (default 1)"),
-        ("--per-host", "N", number, "ranks per host (default 8 on GPUs, 2 for local)"),
-        ("--ranks", "N", number, "total number of ranks, instead of --hosts or --per-host"),
-        ("--nics", "N", number, "network ports of a host (default: the system's; 1 with --between)"),
-        ("--cores", "N", number, "cores of a host, on which its CPU ranks compute and communicate (default: one for "
-         "each rank; for local, this machine's)"),
-        ("--table", "FILE", Path, "table of `dtcomm tune` (default: the user's table, for local)"),
-        ("--links", "LINKS", str, f"unlike links instead: {LINKS_USAGE}; --per-host ranks in each site, joined by "
-         "--inside; or a FILE, such as a report of `dtcomm doctor --json`. Shows the hierarchy and the codec of each "
-         "link"),
+def add_collective(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``dtcomm plan collective``."""
+    number, size, names = count_argument(1), size_argument(1), list(algorithms.collectives())
+    parser.add_argument("collective", metavar="COLLECTIVE", nargs="?", default="all_reduce", choices=names,
+        type=_name_of(names), help=f"{', '.join(names)} (default all_reduce)")  # fmt: skip
+    system = _add_system(parser, cpus=True)
+    _add_rows(system, (
+        ("--links", "LINKS", str, "unlike links instead, as in the last example, of sites or hosts with --per-host "
+         "ranks joined by --inside; or a FILE, such as a report of `dtcomm doctor --json`"),
     ))  # fmt: skip
-    workload = parser.add_argument_group("what to estimate")
-    add = workload.add_argument
-    append: dict[str, Any] = {"action": "append", "default": []}
-    add(
-        "--codec", metavar="SPEC", **append, help="codec to compare with none; repeated or a,b (default int8)"
-    )
-    add("--algorithm", metavar="NAME", **append,
-        help="auto: the fastest for each codec; all: a row for each; or names (default auto)")  # fmt: skip
-    _add_rows(workload, (
+    group = parser.add_argument_group("what to estimate")
+    _add_codec(group)
+    _add_algorithm(group)
+    _add_rows(group, (
         ("-b --minbytes", "SIZE", size, "smallest size (default 1M)"),
         ("-e --maxbytes", "SIZE", size, "largest size (default 1G)"),
         ("-i --stepbytes", "SIZE", size, "step between sizes, instead of -f"),
         ("-f --stepfactor", "N", number, "factor between sizes (default 8)"),
-        ("-d --datatype", "TYPE", str, "of the tensor, or of a record's gradients (default float)"),
-        ("--model", "K=V,…", _model, f"a whole job: {', '.join(PRESETS)}, or params=70B alone. Or a step of data "
-         "parallelism: params=7B and tokens=8192 (of a rank and step) or step_ms=900; "
-         f"[trainable=20M] [mfu={DEFAULT_MFU}] [compute={'|'.join(COMPUTE_TYPES)}] [dtype=fp32|bf16|fp16] "
-         f"[bucket=25M] [layers=32] [feedback={'|'.join(FEEDBACKS)}]"),
-        ("--parameters", "SPEC", str, "codec of the parameters that FSDP gathers, with reduce_scatter --model "
-         "(default none)"),
-        ("--memory", "K=V,…", _memory,
-         "estimate the memory of a model instead: params=7B[,layers=32][,dtype=bf16][,states=2][,trainable=20M]"
-         "[,tokens=8192]"),
-        ("--record", "FILE", Path,
-         "replay a run's bucket-ready times (written by state.record of dtcomm.ddp) on this system"),
+        ("-d --datatype", "TYPE", _datatype, "of the tensor (default float)"),
     ))  # fmt: skip
-    jobs = parser.add_argument_group("whole jobs (--model NAME, or --model params=N alone)")
-    jobs.add_argument("--scores", action="store_true", help="attention stores its scores: no fused kernel")
-    _add_rows(jobs, (
+    parser.set_defaults(minbytes=2**20, maxbytes=2**30, stepfactor=8, datatype=torch.float32)
+    _add_output(parser)
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``dtcomm plan step``."""
+    parser.add_argument("strategy", metavar="ddp|fsdp", nargs="?", choices=STRATEGIES, type=_name_of(STRATEGIES),
+        help="ddp all-reduces gradients in buckets; fsdp gathers the parameters of each layer twice and "
+        "reduce-scatters its gradients (default ddp)")  # fmt: skip
+    one_of = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
+    keys = (
+        f"[trainable=20M] [mfu={DEFAULT_MFU}] [compute={'|'.join(COMPUTE_TYPES)}] [dtype=fp32|bf16|fp16] [bucket=25M] "
+        f"[layers=32] [feedback={'|'.join(FEEDBACKS)}]"
+    )
+    _add_rows(one_of, (
+        ("--model", "K=V,…", _model, f"params=7B and tokens=8192 (of a rank and step) or step_ms=900; {keys}"),
+        ("--record", "FILE", existing_file, "replay a run, which state.record of dtcomm.ddp wrote"),
+        ("--memory", "K=V,…", _memory, "only the memory of a rank, with every stage of sharding: params=7B "
+         "[layers=32] [dtype=bf16] [states=2] [trainable=20M] [tokens=8192]"),
+    ))  # fmt: skip
+    _add_system(parser, cpus=True)
+    group = parser.add_argument_group("what to compare")
+    _add_codec(group)
+    _add_algorithm(group)
+    _add_rows(group, (
+        ("--parameters", "SPEC", str, "codec of what fsdp gathers (default none)"),
+        ("-d --datatype", "TYPE", _datatype, "of a record's gradients (default float)"),
+    ))  # fmt: skip
+    _add_output(parser)
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``dtcomm plan job``."""
+    _add_layouts(parser)
+    parser.set_defaults(sites=1, wan=None)
+
+
+def add_sites(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``dtcomm plan sites``: those of a job, and the links between sites."""
+    group = parser.add_argument_group("the sites")
+    group.add_argument("--wan", metavar="LINK", type=_link, required=True,
+        help="a site's link to the others, as for --between")  # fmt: skip
+    _add_rows(group, (
+        ("--sites", "N", count_argument(2), "sites of --hosts each (default 2)"),
+        ("--rtt", "MS", float, "round trip between sites in milliseconds (default 75)"),
+        ("--every", "H", count_argument(1), "inner steps of DiLoCo (default 100)"),
+    ))  # fmt: skip
+    _add_layouts(parser)
+    parser.set_defaults(sites=2, rtt=75.0, every=100)
+
+
+def _add_layouts(parser: argparse.ArgumentParser) -> None:
+    """Add a model, its system, and what fixes parts of its layout."""
+    number = count_argument(1)
+    group = parser.add_argument_group("the job")
+    group.add_argument("--model", metavar="NAME", type=_shape, required=True,
+        help=f"{', '.join(PRESETS)}; or params=70B[,layers=80]")  # fmt: skip
+    _add_rows(group, (
         ("--seq", "N", number, "tokens of a sequence (default: the model's)"),
-        ("--batch", "N", number,
-         "sequences of a step, over all ranks (default: 4 Mi tokens, at least one for each rank)"),
-        ("--dtype", "TYPE", str, "of parameters and activations: bf16 (default; fp16 on V100), fp16, fp32"),
-        ("--dp", "N", number, "fix the data-parallel replicas"),
-        ("--tp", "N", number, "fix the ranks of tensor parallelism"),
-        ("--pp", "N", number, "fix the pipeline stages"),
-        ("--cp", "N", number, "fix the ranks of context parallelism"),
-        ("--ep", "N", number, "fix the ranks of expert parallelism"),
-        ("--stage", "NAME", str, f"fix what data parallelism shards: {', '.join(training_model.STAGES)}"),
-        ("--schedule", "NAME", str, f"fix the pipeline's schedule: {', '.join(SCHEDULES)}"),
-        ("--micro-batch", "N", number, "fix the sequences of a micro-batch"),
-        ("--recompute", "NAME", str, f"fix what backward computes again: {', '.join(RECOMPUTE)}"),
-        ("--trainable", "N", _argument(parse_count), "parameters that learn, such as LoRA's: 20M (default: all)"),
-        ("--fabric", "NAME", str, "rails or fat-tree: 32 or 4 hosts below a leaf switch (with any plan)"),
+        ("--batch", "N", number, "sequences over all ranks (default: 4 Mi tokens)"),
+        ("--dtype", "TYPE", _argument(_dtype), "bf16 (default; fp16 on V100), fp16, fp32"),
+        ("--trainable", "N", _argument(parse_count), "parameters that learn, as with LoRA (default: all)"),
+    ))  # fmt: skip
+    group.add_argument("--scores", action="store_true", help="attention stores its scores: no fused kernel")
+    _add_codec(group)
+    _add_rows(parser.add_argument_group("fix a part of the layout, which is searched otherwise"), (
+        ("--dp", "N", number, "data-parallel replicas"),
+        ("--tp", "N", number, "ranks of tensor parallelism"),
+        ("--pp", "N", number, "pipeline stages"),
+        ("--cp", "N", number, "ranks of context parallelism"),
+        ("--ep", "N", number, "ranks of expert parallelism"),
+        ("--stage", "NAME", _name_of(training_model.STAGES), f"what is sharded: {', '.join(training_model.STAGES)}"),
+        ("--schedule", "NAME", _name_of(SCHEDULES), f"of the pipeline: {', '.join(SCHEDULES)}"),
+        ("--micro-batch", "N", number, "sequences of a micro-batch"),
+        ("--recompute", "NAME", _name_of(RECOMPUTE), f"in backward: {', '.join(RECOMPUTE)}"),
+    ))  # fmt: skip
+    _add_system(parser, cpus=False)
+    _add_output(parser)
+
+
+def _add_system(parser: argparse.ArgumentParser, *, cpus: bool) -> Any:
+    """Add what describes hosts and links; ``cpus`` adds what only CPU ranks have. Return the group."""
+    number = count_argument(1)
+    systems = ", ".join(name for name in hardware.SYSTEMS if name != "local")
+    links = ", ".join(name for name in hardware.PORTS if not name.endswith("gbit"))
+    group = parser.add_argument_group("the system")
+    _add_rows(group, (
+        ("--system", "NAME", _name_of(hardware.SYSTEMS), f"{systems}; or local (this machine)"),
+        ("--inside", "LINK", _link, f"a rank's link in its host: {links}, or N gbit"),
+        ("--between", "LINK", _link, "a host's link to other hosts, from the same list"),
+        ("--topology", "FILE", existing_file, "JSON of a system, as docs/guides/planning.md has"),
+        ("--device", "NAME", _device, "a name of --system, cpu, or NAME,memory=24G,bf16=165T,bandwidth=1008G"),
+        ("--hosts", "N", number, "hosts (default 1)"),
+        ("--per-host", "N", number, "ranks per host (default 8 on GPUs, 2 for local)"),
+        ("--ranks", "N", number, "of all hosts, instead of --hosts or --per-host"),
+        ("--nics", "N", number, "network ports of a host"),
+        ("--fabric", "NAME", _name_of(LEAF_HOSTS), "rails or fat-tree: 32 or 4 hosts below a leaf switch"),
         ("--leaf-hosts", "N", number, "hosts below a leaf switch"),
         ("--oversubscription", "X", float, "by how much links above the leaves are too few"),
-        ("--sites", "N", count_argument(2), "sites of --hosts each, joined by --wan"),
-        ("--wan", "LINK", str, "a site's link to the others, as for --between"),
-        ("--rtt", "MS", float, "round trip between sites in milliseconds (default 75)"),
-        ("--every", "H", number, "inner steps of DiLoCo (default 100)"),
     ))  # fmt: skip
+    if cpus:
+        _add_rows(group, (
+            ("--cores", "N", number, "cores of a host of CPU ranks (default: its ranks)"),
+            ("--table", "FILE", existing_file, "of `dtcomm tune` (default: the user's, for local)"),
+        ))  # fmt: skip
+    else:
+        parser.set_defaults(cores=None)
+    return group
+
+
+def _add_codec(group: Any) -> None:
+    group.add_argument(
+        "--codec",
+        metavar="SPEC",
+        action="append",
+        help="compared with none: a,b or repeated (default int8)",
+    )
+
+
+def _add_algorithm(group: Any) -> None:
+    group.add_argument("--algorithm", metavar="NAME", action="append",
+        help="auto (default): the fastest; all; or names")  # fmt: skip
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
-    add("--plot", metavar="FILE", type=Path, nargs="?", const=Path("plan.png"), help="plot the estimates")
-    add("--json", "-J", metavar="FILE", nargs="?", const="-", help="JSON: to FILE, or instead of tables")
+    add("--plot", metavar="FILE", type=_file_to_write, nargs="?", const="plan.png", help="plot the estimates")
+    add("--json", "-J", metavar="FILE", type=_file_to_write, nargs="?", const="-",
+        help="JSON: to FILE, or instead of tables")  # fmt: skip
 
 
 def _add_rows(group: Any, rows: Sequence[tuple[str, str, Callable[[str], Any], str]]) -> None:
@@ -220,12 +272,24 @@ def _add_rows(group: Any, rows: Sequence[tuple[str, str, Callable[[str], Any], s
         group.add_argument(*names.split(), metavar=metavar, type=kind, help=text)
 
 
-def find_port(flag: str, link: str) -> hardware.Port:
-    """Return the port that a flag names; ValueError names the flag and lists the links."""
-    try:
-        return hardware.find_port(link)
-    except ValueError as error:
-        raise ValueError(f"--{flag}: {str(error).removeprefix('link: ')}") from None
+def existing_file(text: str) -> Path:
+    """Return the path of a file that a flag names."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    return Path(text)
+
+
+def _file_to_write(text: str) -> str:
+    if text != "-" and not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {Path(text).parent}")
+    return text
+
+
+def _datatype(text: str) -> torch.dtype:
+    name = ALIASES.get(text.lower(), text.lower())
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(not_one_of(text, [*DTYPES, *ALIASES]))
+    return DTYPES[name]
 
 
 def link_rates(text: str, per_host: int, inside: tuple[float, float]) -> LinkRates:
@@ -268,7 +332,7 @@ def _argument(convert: Callable[[str], Any]) -> Callable[[str], Any]:
         try:
             return convert(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix("device: ")) from None
+            raise argparse.ArgumentTypeError(re.sub("^(device|link|model): ", "", str(error))) from None
 
     return checked
 
@@ -280,25 +344,27 @@ def _device(text: str) -> str:
 
 
 @_argument
-def _model(text: str) -> TrainingModel | ModelShape:
-    if is_preset(text.strip()):
-        return find_model(text.strip())
-    keys = [part.partition("=") for part in text.lower().split(",")]
-    if any("=" in text and key.strip() == "model" for key, _, _ in keys) or (
-        len(keys) == 1 and "=" not in text and not re.match(r"\s*\d", text)
-    ):
-        return find_model(text.lower().removeprefix("model="))
-    if {key.strip() for key, equals, _ in keys if equals} <= {"params", "layers"}:
-        shape = {"params": ("params", parse_count), "layers": ("layers", count_argument(1))}
-        values = _key_values(text, shape)
-        return model_of_size(values["params"], values.get("layers"))
-    converters = {
-        "params": ("params", parse_count), "tokens": ("tokens", parse_count), "step_ms": ("step_ms", _positive),
-        "mfu": ("mfu", _positive), "compute": ("compute", _name_of(COMPUTE_TYPES)), "dtype": ("dtype", _dtype),
-        "bucket": ("bucket_bytes", _bucket_bytes), "layers": ("layers", count_argument(1)),
-        "feedback": ("feedback", _name_of(FEEDBACKS)), "trainable": ("trainable", parse_count),
-    }  # fmt: skip
-    return TrainingModel(**_key_values(text, converters))
+def _link(text: str) -> str:
+    hardware.find_port(text)
+    return text
+
+
+@_argument
+def _shape(text: str) -> ModelShape:
+    """A model of a whole job: a name, or ``params=70B``, also as ``70B`` and with ``layers=80``."""
+    name = text.strip().lower().removeprefix("model=")
+    if is_preset(name) or ("=" not in name and not re.match(r"\d", name)):
+        return find_model(name)
+    keys = [part.partition("=")[0].strip() for part in name.split(",") if "=" in part]
+    if step_key := next((key for key in keys if key in STEP_KEYS and key not in JOB_KEYS), None):
+        raise ValueError(f"{step_key}=: a key of `dtcomm plan step`; valid for a job: {', '.join(JOB_KEYS)}")
+    values = _key_values(text, JOB_KEYS)
+    return model_of_size(values["params"], values.get("layers"))
+
+
+@_argument
+def _model(text: str) -> TrainingModel:
+    return TrainingModel(**_key_values(text, STEP_KEYS))
 
 
 def _memory(text: str) -> training_model.ModelSize:
@@ -333,7 +399,7 @@ def _key_values(text: str, converters: Mapping[str, tuple[str, Callable[[str], A
         try:
             values[name] = convert(value)
         except (argparse.ArgumentTypeError, ValueError) as error:
-            name_alone = "" if equals else "; the name of a model stands alone, without KEY=VALUE"
+            name_alone = "" if equals else "; the name of a model stands alone, in `dtcomm plan job`"
             raise argparse.ArgumentTypeError(f"{key}: {error}{name_alone}") from None
     if "params" not in values:
         raise argparse.ArgumentTypeError("no params=, the number of parameters, for example params=7B")
@@ -378,3 +444,15 @@ def _dtype(text: str) -> torch.dtype:
 
 def _bucket_bytes(text: str) -> int:
     return max(1, parse_size(text))
+
+
+#: The keys of ``--model`` for a whole job and for a step: the field of each, and what converts its value.
+JOB_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "params": ("params", parse_count), "layers": ("layers", count_argument(1)),
+}  # fmt: skip
+STEP_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "params": ("params", parse_count), "tokens": ("tokens", parse_count), "step_ms": ("step_ms", _positive),
+    "mfu": ("mfu", _positive), "compute": ("compute", _name_of(COMPUTE_TYPES)), "dtype": ("dtype", _dtype),
+    "bucket": ("bucket_bytes", _bucket_bytes), "layers": ("layers", count_argument(1)),
+    "feedback": ("feedback", _name_of(FEEDBACKS)), "trainable": ("trainable", parse_count),
+}  # fmt: skip

@@ -1,11 +1,11 @@
-"""Whole jobs for ``dtcomm plan``: runs the search, and prints the winner, the candidates and what does not fit."""
+"""``dtcomm plan job`` and ``sites``: runs the search, and prints the winner, the candidates and what does not fit."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -13,7 +13,7 @@ from rich.table import Table
 from dtcomm.cli import COLOURS, new_table, styled_pyplot, write_json
 from dtcomm.extensions.jobs import AXES, JobPlan, JobStep, SiteMethod, across_sites, search
 from dtcomm.extensions.jobs.command.flags import count_name
-from dtcomm.extensions.jobs.command.options import WAN_CODECS, JobOptions, PlanOptions
+from dtcomm.extensions.jobs.command.options import JobOptions, codec_specs, job_options
 from dtcomm.extensions.jobs.command.report import Output
 from dtcomm.extensions.jobs.rank_costs import PARTS
 from dtcomm.extensions.jobs.search import family
@@ -22,6 +22,7 @@ from dtcomm.system import save_figure
 
 AXIS_NAMES = {"dp": "gradients (dp)", "params": "parameters (params)", "tp": "tensor (tp)"}
 AXIS_NAMES |= {"pp": "pipeline (pp)", "cp": "context (cp)", "ep": "experts (ep)"}
+WAN_CODECS = ("int8", "int4")  # without --codec
 ASSUMPTIONS = (
     "matrix products and attention reach the shares of the peak that were fitted to published runs",
     "stages are as equal as whole layers allow, the output matrix is divided among them, experts are balanced",
@@ -33,23 +34,21 @@ ASSUMPTIONS = (
 )
 
 
-def plan_job(options: PlanOptions) -> int:
+def plan_job(arguments: argparse.Namespace) -> int:
     """Search, print, and write what was asked for; return 0, or 1 if nothing fits."""
-    chosen = options.job
-    assert chosen is not None
-    plan = search(chosen.job, options.codecs, chosen.fixed)
+    chosen = job_options(arguments)
+    plan = search(chosen.job, chosen.codecs, chosen.fixed)
     methods: list[SiteMethod] = []
     if chosen.wide_area is not None and plan.winner is not None:
-        specs = options.codecs if options.codecs != ["int8"] else WAN_CODECS
-        methods = across_sites(plan.winner, chosen.wide_area, specs)
-    if write_json(as_dict(plan, chosen, methods), options.json):
+        methods = across_sites(plan.winner, chosen.wide_area, codec_specs(arguments, WAN_CODECS))
+    if write_json(as_dict(plan, chosen, methods), arguments.json):
         print_job(plan, chosen, methods)
-    if options.plot is not None:
+    if arguments.plot is not None:
         if plan.winner is None:
             print("dtcomm plan: --plot: nothing fits, so nothing is plotted", file=sys.stderr)
         else:
-            plot(plan, chosen, methods, options.plot)
-            print(f"Wrote {options.plot}", file=sys.stderr)
+            plot(plan, chosen, methods, arguments.plot)
+            print(f"Wrote {arguments.plot}", file=sys.stderr)
     return 0 if plan.winner is not None else 1
 
 
@@ -206,7 +205,7 @@ def _sites_table(methods: Sequence[SiteMethod], options: JobOptions) -> Table:
     return table
 
 
-def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path: Path) -> None:
+def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path: str) -> None:
     """Draw what the step of each candidate consists of, and its memory; or the steps across sites."""
     steps = plan.rows[::-1]
     labels = [f"{_marked(plan, step)}: {step.layout}".replace(", micro", "\nmicro") for step in steps]

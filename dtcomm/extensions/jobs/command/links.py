@@ -1,4 +1,4 @@
-"""``dtcomm plan --links``: unlike links between sites, the hierarchy that suits them, and the codec of each link."""
+"""``dtcomm plan collective --links``: unlike links, the hierarchy that suits them, and the codec of each."""
 
 from __future__ import annotations
 

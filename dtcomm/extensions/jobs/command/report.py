@@ -1,4 +1,4 @@
-"""Output of ``dtcomm plan``: what all its reports share, those of collectives and steps, and that of ``--memory``.
+"""Output of ``dtcomm plan``: what all its reports share, those of collectives and steps, and that of ``step --memory``.
 
 The plot of a collective shows bus bandwidth and speed-up against size, that of a training step its time.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +15,6 @@ from rich.table import Table
 
 from dtcomm.cli import COLOURS, GREY, INK, new_table, styled_pyplot, write_json
 from dtcomm.extensions.jobs.command.flags import count_name
-from dtcomm.extensions.jobs.command.options import PlanOptions
 from dtcomm.extensions.jobs.command.training import Training
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name, time_name
@@ -154,7 +152,7 @@ def _training_table(training: Training) -> Table:
     return table
 
 
-def plot(sweeps: Sequence[Sweep], training: Training | None, path: Path) -> None:
+def plot(sweeps: Sequence[Sweep], training: Training | None, path: str) -> None:
     """Write the plot of a collective or of a training step, in the format of the path's extension."""
     panels = 2 if training is None else 1
     with styled_pyplot() as pyplot:
@@ -249,12 +247,10 @@ MEMORY_NOTE = (
 )
 
 
-def estimate_memory(options: PlanOptions) -> None:
+def estimate_memory(model: ModelSize, system: System, json_file: str | None) -> None:
     """Print the table, write the JSON, or both."""
-    assert options.memory is not None
-    model, system = options.memory, options.system
     rows = memory_table(model, system.ranks, system.device.memory_bytes)
-    if write_json(memory_as_dict(model, system, rows), options.json):
+    if write_json(memory_as_dict(model, system, rows), json_file):
         print_memory(model, system, rows)
 
 

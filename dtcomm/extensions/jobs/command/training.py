@@ -18,7 +18,7 @@ from dtcomm.codecs.base import Codec
 from dtcomm.compress.spec import needs_feedback
 from dtcomm.extensions.jobs import training_model as predict
 from dtcomm.extensions.jobs.command.flags import TrainingModel, count_name
-from dtcomm.extensions.jobs.command.options import PlanOptions
+from dtcomm.extensions.jobs.command.options import StepOptions
 from dtcomm.extensions.jobs.estimate import Estimate, candidates
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.sweep import (
@@ -163,14 +163,14 @@ class Training:
         }
 
 
-def of_model(options: PlanOptions, table: Table, placement: str) -> Training:
-    """Estimate a step of DDP (all_reduce) or of FSDP (reduce_scatter)."""
+def of_model(options: StepOptions, table: Table, placement: str) -> Training:
+    """Estimate a step of DDP or of FSDP."""
     assert options.model is not None
-    estimate = _fsdp_step if options.collective == "reduce_scatter" else _ddp_step
+    estimate = _fsdp_step if options.strategy == "fsdp" else _ddp_step
     return estimate(options, options.model, table, placement)
 
 
-def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placement: str) -> Training:
+def _ddp_step(options: StepOptions, model: TrainingModel, table: Table, placement: str) -> Training:
     seconds = model.compute_seconds(options.system.device)
     count = model.learning * model.dtype.itemsize / model.bucket_bytes
     if count > MAX_BUCKETS:
@@ -194,7 +194,7 @@ def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placemen
     return _training_of_model(options, model, "DDP", [messages], steps, assumptions)
 
 
-def _fsdp_step(options: PlanOptions, model: TrainingModel, table: Table, placement: str) -> Training:
+def _fsdp_step(options: StepOptions, model: TrainingModel, table: Table, placement: str) -> Training:
     compute = model.compute_seconds(options.system.device)
     unit_bytes, reduced_bytes = (
         max(1, int(count / model.layers)) * model.dtype.itemsize for count in (model.params, model.learning)
@@ -234,7 +234,7 @@ def _fsdp_step(options: PlanOptions, model: TrainingModel, table: Table, placeme
     return _training_of_model(options, model, "FSDP", [reductions, gathers], steps, assumptions)
 
 
-def of_record(options: PlanOptions, table: Table, placement: str) -> Training:
+def of_record(options: StepOptions, table: Table, placement: str) -> Training:
     """Replay the recorded buckets of a run of DDP on another system."""
     assert options.record is not None
     path = options.record
@@ -285,7 +285,7 @@ def _speedup(rows: Sequence[TrainingRow], step: TrainingStep) -> float:
 
 
 def _ddp_messages(
-    options: PlanOptions, buckets: Sequence[Bucket], dtype: torch.dtype, table: Table, placement: str
+    options: StepOptions, buckets: Sequence[Bucket], dtype: torch.dtype, table: Table, placement: str
 ) -> Messages:
     sweep = Sweep(
         system=options.system, collective="all_reduce", table=table, dtype=dtype, placement=placement
@@ -322,7 +322,7 @@ def _messages(
 
 
 def _training_of_model(
-    options: PlanOptions, model: TrainingModel, strategy: str, messages: list[Messages],
+    options: StepOptions, model: TrainingModel, strategy: str, messages: list[Messages],
     steps: Mapping[tuple[Codec, Codec], tuple[TrainingStep, int]], assumptions: list[str],
 ) -> Training:  # fmt: skip
     system, dtype = options.system, str(model.dtype).removeprefix("torch.")
@@ -482,7 +482,7 @@ def _memory_advice(size: ModelSize, system: System, strategy: str, rows: Sequenc
         total = rank_memory(size, system.ranks, "fsdp", capacity=capacity).total
         if total <= capacity:
             how = f"shard it with FSDP, which needs {size_name(round(total))} on each rank"
-            return f"{how} (`dtcomm plan reduce_scatter --model …`)"
+            return f"{how} (`dtcomm plan step fsdp --model …`)"
     ranks = system.ranks
     while ranks < 2**16:
         ranks += system.ranks

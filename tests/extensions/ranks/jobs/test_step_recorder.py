@@ -1,4 +1,4 @@
-"""Step records of a training run, and their replay by `dtcomm plan`."""
+"""Step records of a training run, and their replay by `dtcomm plan step`."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_run_is_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFi
     assert (content["ranks"], content["steps"]) == (2, 5)
     assert len(content["buckets"]) > 1 and content["buckets"][0]["ready_ms"] == 0
     assert content["step_ms"] > 0 and content["rest_ms"] >= 0
-    line = f"--inside memory --between 1gbit --hosts 2 --per-host 1 --record {path} --json"
+    line = f"step --inside memory --between 1gbit --hosts 2 --per-host 1 --record {path} --json"
     assert main(line.split()) == 0
     record = json.loads(capsys.readouterr().out)["record"]
     assert [row["codec"] for row in record["rows"]] == ["none", "int8"]

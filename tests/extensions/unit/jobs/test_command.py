@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.extensions.jobs.command import main
+from dtcomm.extensions.jobs.command import COMMANDS, main
 
-PLAN = "all_reduce --system h100 --hosts 2 --per-host 8 -b 1M -e 8G -f 8 --codec int8".split()
+PLAN = "collective all_reduce --system h100 --hosts 2 --per-host 8 -b 1M -e 8G -f 8 --codec int8".split()
 
 
 def plan_as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
@@ -39,12 +39,12 @@ def test_printed_tables_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None
     assert "nvls_tree" in text and "verdict: on this system int8 pays from" in text
     assert "GPU kernels are assumed to reach 80%" in text and "neither has been measured" in text
     assert re.search(r"\d\.\d+ ms", text) and re.search(r"\d\.\d us", text)
-    text = printed(capsys, "-e", "1M")
+    text = printed(capsys, "collective", "-e", "1M")
     assert "on the local engine int8 is not faster than none" in text
 
 
 def test_a_verdict_agrees_with_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "reduce_scatter --system h100 --hosts 8 --codec int8 -d bfloat16".split()
+    argv = "collective reduce_scatter --system h100 --hosts 8 --codec int8 -d bfloat16".split()
     plan = plan_as_json(capsys, *argv)
     paying = [row["size"] for row in plan["results"] if row["codec"] == "int8" and row["speedup"] > 1.1]
     assert paying == [2**20]  # not at 64 MiB
@@ -52,7 +52,7 @@ def test_a_verdict_agrees_with_its_table(capsys: pytest.CaptureFixture[str]) -> 
     assert plan["verdicts"][0].startswith("on this system int8 pays at 1 MiB and from ")
 
 
-STEP = "--system h100 --hosts 8 --model params=70e9,step_ms=2000,dtype=bf16 --codec int8".split()
+STEP = "step --system h100 --hosts 8 --model params=70e9,step_ms=2000,dtype=bf16 --codec int8".split()
 
 
 def test_a_step_has_one_verdict_which_is_that_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_a_step_has_one_verdict_which_is_that_of_its_table(capsys: pytest.Captur
 
 
 def test_a_step_whose_communication_is_hidden_needs_no_codec(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--system", "h100", "--hosts", "8", "--model", "1B,step_ms=10000,dtype=bf16"]
+    argv = ["step", "--system", "h100", "--hosts", "8", "--model", "1B,step_ms=10000,dtype=bf16"]
     plan = plan_as_json(capsys, *argv)
     assert [row["speedup"] for row in plan["model"]["rows"]] == [1, 1]
     (verdict,) = plan["verdicts"]
@@ -78,7 +78,7 @@ def test_a_step_whose_communication_is_hidden_needs_no_codec(capsys: pytest.Capt
 
 
 def test_a_codec_that_slows_the_step_down(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "--system h100 --hosts 2 --algorithm two_shot --codec int8 --model 1B,tokens=512".split()
+    argv = "step --system h100 --hosts 2 --algorithm two_shot --codec int8 --model 1B,tokens=512".split()
     plan = plan_as_json(capsys, *argv)
     assert plan["model"]["rows"][1]["speedup"] < 0.9
     assert plan["verdicts"][0].endswith("its messages take longer with a codec than without")
@@ -86,14 +86,15 @@ def test_a_codec_that_slows_the_step_down(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for collective in ("all_reduce", "reduce_scatter"):
-        plan = plan_as_json(capsys, collective, "--system", "h100", "--ranks", "1", "--model", "1B,step_ms=9")
+    for strategy in ("ddp", "fsdp"):
+        argv = ["step", strategy, "--system", "h100", "--ranks", "1", "--model", "1B,step_ms=9"]
+        plan = plan_as_json(capsys, *argv)
         assert [row["communication_ms"] for row in plan["model"]["rows"]] == [0, 0]
         assert plan["verdicts"][0].endswith("one rank sends nothing")
 
 
 def test_a_codec_that_pays_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "--inside memory --between 10gbit --hosts 4 --per-host 1 --codec int8 --codec int4".split()
+    argv = "step --inside memory --between 10gbit --hosts 4 --per-host 1 --codec int8 --codec int4".split()
     plan = plan_as_json(capsys, *argv, "--model", "100M,step_ms=100")
     rows = {row["codec"]: row for row in plan["model"]["rows"]}
     assert rows["int4"]["speedup"] > rows["int8"]["speedup"] > 1.1
@@ -114,13 +115,13 @@ def test_the_guide_shows_the_verdicts_that_are_printed(capsys: pytest.CaptureFix
 
 def test_devices_by_name_and_by_figures(capsys: pytest.CaptureFixture[str]) -> None:
     lora = ["--model", "7B,tokens=4096,trainable=20M,dtype=bf16"]
-    plan = plan_as_json(capsys, "--system", "4090", "--hosts", "4", *lora)
+    plan = plan_as_json(capsys, "step", "--system", "4090", "--hosts", "4", *lora)
     row = plan["model"]["rows"][0]
     assert plan["ranks"] if "ranks" in plan else plan["system"]["ranks"] == 4
     assert row["memory"]["optimizer"] == 8 * 20e6 and row["memory"]["gradients"] == 2 * 20e6
     assert row["memory"]["parameters"] == 14e9 and row["memory"]["recompute"] and row["fits"]
     assert plan["model"]["gradient_bytes"] == 40e6 and not plan["system"]["device_is_assumed"]
-    links = ["--inside", "pcie4", "--between", "10gbit", "--hosts", "4", "--per-host", "1"]
+    links = ["step", "--inside", "pcie4", "--between", "10gbit", "--hosts", "4", "--per-host", "1"]
     text = printed(capsys, *links, *lora)
     assert "the device is assumed to be a100 (79 GiB, 312 TFLOP/s)" in text and "--device 4090" in text
     assert "assumed to be" not in printed(capsys, *links, "--device", "4090", *lora)
@@ -140,13 +141,13 @@ def test_memory_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> 
     assert parts["residuals"] == int8["residual_bytes"] == 280e9
     assert none["fits"] is False and int8["fits"] is False
     assert "does not fit in memory, with or without a codec: shard it with FSDP" in plan["verdicts"][0]
-    assert "plan reduce_scatter --model" in plan["verdicts"][0]
+    assert "`dtcomm plan step fsdp --model …`" in plan["verdicts"][0]
     text = printed(capsys, *STEP)
     assert all(line in text for line in (*plan["verdicts"], *plan["assumptions"]))
 
 
 def test_residuals_that_do_not_fit_can_be_kept_smaller(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "--system a100 --hosts 2 --between 10gbit --codec int8".split()
+    argv = "step --system a100 --hosts 2 --between 10gbit --codec int8".split()
     plan = plan_as_json(capsys, *argv, "--model", "5B,tokens=2048,dtype=bf16")
     assert [row["fits"] for row in plan["model"]["rows"]] == [True, False]
     (verdict,) = plan["verdicts"]
@@ -159,14 +160,14 @@ def test_residuals_that_do_not_fit_can_be_kept_smaller(capsys: pytest.CaptureFix
 def test_a_model_too_large_for_fsdp_needs_more_ranks_or_tensor_parallelism(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    argv = "reduce_scatter --system h100 --hosts 8 --model 500B,layers=128,tokens=8192,dtype=bf16".split()
+    argv = "step fsdp --system h100 --hosts 8 --model 500B,layers=128,tokens=8192,dtype=bf16".split()
     assert "FSDP fits from 768 ranks on" in plan_as_json(capsys, *argv)["verdicts"][0]
     argv[-1] = "500B,layers=4,tokens=8192,dtype=bf16"
     assert "tensor parallelism (dtcomm.tp)" in plan_as_json(capsys, *argv)["verdicts"][0]
 
 
 def test_a_step_of_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "reduce_scatter --system a100 --hosts 8 --nics 1 --codec int8".split()
+    argv = "step fsdp --system a100 --hosts 8 --nics 1 --codec int8".split()
     model = ["--model", "30B,layers=48,tokens=2048,dtype=bf16"]
     plan = plan_as_json(capsys, *argv, *model)
     step = plan["model"]
@@ -193,7 +194,7 @@ def test_a_step_of_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flops_and_mfu_give_the_time_of_computing(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--system", "H100", "--hosts", "2", "--model"]
+    argv = ["step", "--system", "H100", "--hosts", "2", "--model"]
     step = plan_as_json(capsys, *argv, "params=7B,tokens=8K,mfu=0.5,dtype=bf16")["model"]
     assert step["flops"] == 6 * 7e9 * 8000
     assert step["rows"][0]["compute_ms"] == pytest.approx(6 * 7e9 * 8000 / (0.5 * 989.4e12) * 1e3, rel=1e-5)
@@ -213,7 +214,7 @@ def test_flops_and_mfu_give_the_time_of_computing(capsys: pytest.CaptureFixture[
 
 
 def test_prediction_of_a_model_on_a_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--inside", "memory", "--between", "1gbit", "--hosts", "2", "--per-host", "1"]
+    argv = ["step", "--inside", "memory", "--between", "1gbit", "--hosts", "2", "--per-host", "1"]
     none, int8 = plan_as_json(capsys, *argv, "--model", "params=1e7,step_ms=50,dtype=bf16")["model"]["rows"]
     assert none["scaling_efficiency"] < int8["scaling_efficiency"] < 1
     assert int8["speedup"] > 1.5
@@ -221,7 +222,7 @@ def test_prediction_of_a_model_on_a_slow_link(capsys: pytest.CaptureFixture[str]
 
 
 def test_communication_takes_time_of_the_cores_that_compute(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "--inside memory --between 10gbit --hosts 2 --per-host 2 --codec int8".split()
+    argv = "step --inside memory --between 10gbit --hosts 2 --per-host 2 --codec int8".split()
     argv += ["--model", "params=1e7,step_ms=500"]
 
     def step_ms(*more: str) -> float:
@@ -240,7 +241,7 @@ def test_communication_takes_time_of_the_cores_that_compute(capsys: pytest.Captu
 
 
 def test_sharded_steps_wait_for_cores_too(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "reduce_scatter --inside memory --between 10gbit --hosts 2 --per-host 1 --codec int4".split()
+    argv = "step fsdp --inside memory --between 10gbit --hosts 2 --per-host 1 --codec int4".split()
     argv += ["--model", "params=1e7,layers=10,step_ms=500", "--parameters", "int4"]
     one, many = (
         plan_as_json(capsys, *argv, "--cores", cores)["model"]["rows"][1]["step_ms"] for cores in ("1", "64")
@@ -252,7 +253,7 @@ def test_a_record_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path
     path = tmp_path / "steps.json"
     bucket = {"bytes": 2**20, "ready_ms": 5, "comm_ms": 2}
     path.write_text(json.dumps({"ranks": 2, "step_ms": 8.4, "rest_ms": 1, "buckets": [bucket]}))
-    argv = f"--inside memory --between 10gbit --hosts 2 --per-host 1 --record {path}".split()
+    argv = f"step --inside memory --between 10gbit --hosts 2 --per-host 1 --record {path}".split()
     plan = plan_as_json(capsys, *argv)["record"]
     assert plan["replay_error"] == pytest.approx(8 / 8.4 - 1, abs=1e-4)
     assert "an error of -4.8%" in plan["notes"][0]
@@ -264,65 +265,91 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
     path.write_text(
         '{"device": "b200", "inside": "nvlink5", "between": "xdr", "hosts": 3, "per_host": 4, "nics": 4}'
     )
-    assert plan_as_json(capsys, "--topology", str(path))["system"]["ranks"] == 12
+    assert plan_as_json(capsys, "collective", "--topology", str(path))["system"]["ranks"] == 12
     for line, hosts in (
         ("--inside nvlink4 --between 400gbit --ranks 32", 4),
         ("--system a100 --ranks 64", 8),
     ):
-        assert plan_as_json(capsys, *line.split())["system"]["hosts"] == hosts
+        assert plan_as_json(capsys, "collective", *line.split())["system"]["hosts"] == hosts
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--system h300", "argument --system: 'h300' is not one of a100, h100, h200, b200, v100"),
-        ("--system H-100", "did you mean 'h100'?"),
-        ("allreduce", "is not one of all_reduce, reduce_scatter"),
-        ("allreduce", "did you mean 'all_reduce'?"),
-        ("--device H10", "did you mean 'h100'?"),
-        ("--inside 'wet string'", "--inside: 'wet string' is not one of nvlink2"),
-        ("--inside nvlink4 --between wire", "--between: 'wire' is not one of nvlink2"),
-        ("--system h100 --between wire --hosts 2", "--between: 'wire' is not one of"),
-        ("--codec int8,int9", "codec: unknown codec 'int9'"),
-        ("--inside nvlink44", "did you mean 'nvlink4'?"),
-        ("--system h100 --inside nvlink4", "--system and --inside: give one of them"),
-        ("--system h100 --ranks 12", "--ranks 12: does not divide into hosts of 8"),
-        ("--between 10gbit --ranks 8", "--between 10gbit: all 8 ranks are on one host"),
-        ("--codec int9", "codec: unknown codec 'int9'"),
-        ("--system h100 --cores 8", "--cores 8: only valid for CPU ranks; the device is h100"),
+        ("collective --system h300", "argument --system: 'h300' is not one of a100, h100, h200, b200, v100"),
+        ("collective --system H-100", "did you mean 'h100'?"),
+        ("collective allreduce", "is not one of all_reduce, reduce_scatter"),
+        ("collective allreduce", "did you mean 'all_reduce'?"),
+        ("collective --device H10", "did you mean 'h100'?"),
+        ("collective --inside 'wet string'", "--inside: 'wet string' is not one of nvlink2"),
+        ("collective --inside nvlink4 --between wire", "--between: 'wire' is not one of nvlink2"),
+        ("job --model gpt2 --system h100 --between wire", "--between: 'wire' is not one of"),
+        ("collective --codec int8,int9", "codec: unknown codec 'int9'"),
+        ("collective --inside nvlink44", "did you mean 'nvlink4'?"),
+        ("collective --system h100 --inside nvlink4", "--system and --inside: give one of them"),
+        ("collective --system h100 --ranks 12", "--ranks 12: does not divide into hosts of 8"),
+        ("collective --between 10gbit --ranks 8", "--between 10gbit: all 8 ranks are on one host"),
+        ("step --codec powersgd --model 7B,step_ms=1", "--codec powersgd: not modelled"),
+        ("collective --system h100 --cores 8", "--cores 8: only valid for CPU ranks; the device is h100"),
+        ("collective --algorithm rings", "'rings' is not one of auto, all"),
+        ("collective --plot /no/where.png", "there is no folder /no"),
+        ("collective -b 2M -e 1M", "-e 1048576: less than -b 2097152"),
+        ("collective -d quarter", "argument -d/--datatype: 'quarter' is not one of int8"),
+        ("step", "one of the arguments --model --record --memory is required"),
         (
-            "--model params=7e9",
-            "give tokens=, those of a rank in a step (for example tokens=8192), or step_ms=",
+            "step --model params=7e9",
+            "give tokens=, those of a rank in a step (for example 7B,tokens=8192), or step_ms=",
         ),
-        ("--model 7B,tokens=1,step_ms=1", "got both"),
-        ("--model 7B,step_ms=1,mfu=0.3", "mfu: only valid with tokens=, not with step_ms="),
-        ("--model 7B,tokens=1,mfu=40", "mfu: expected over 0 and up to 1, got 40"),
-        ("--model 7B,tokens=8192", "tokens: no peak FLOP/s is known for the device cpu; give step_ms="),
-        ("--model params=x,step_ms=1", "params: 'x' is not a number of at least 1; valid: 8192, 350M, 70B"),
-        ("--model llama-70b,step_ms=1", "7e9; the name of a model stands alone, without KEY=VALUE"),
-        ("--model 7B --step_ms 3", "--step_ms: no such flag; step_ms and its like are keys of --model"),
-        ("--model 70B,token=8192", "'token' is not one of params, tokens, step_ms"),
-        ("--model 70B,token=8192", "did you mean 'tokens'?"),
-        ("--model 70B,step_ms=1,dtype=bf61", "dtype: 'bf61' is not one of fp32, float, float32, bf16"),
-        ("--model 70B,step_ms=1,feedback=loco", "feedback: 'loco' is FSDP's"),
-        ("--model 70B,tokens=1 --memory 70B", "--model and --memory: give one of them"),
-        ("--model 70B,step_ms=1 -b 1M", "-b: not valid with --model"),
-        ("--model 70B,step_ms=1 -d half", "-d: not valid with --model; valid: --model …,dtype=half"),
+        ("step --model 7B,tokens=1,step_ms=1", "got both"),
+        ("step --model 7B,step_ms=1,mfu=0.3", "mfu: only valid with tokens=, not with step_ms="),
+        ("step --model 7B,tokens=1,mfu=40", "mfu: expected over 0 and up to 1, got 40"),
+        ("step --model 7B,tokens=8192", "tokens: no peak FLOP/s is known for the device cpu; give step_ms="),
         (
-            "broadcast --model 7B,step_ms=1",
-            "broadcast: no training step of --model consists of it; valid: all_r",
+            "step --model params=x,step_ms=1",
+            "params: 'x' is not a number of at least 1; valid: 8192, 350M, 70B",
         ),
-        ("all_gather --model 7B,step_ms=1", "or reduce_scatter (FSDP"),
-        ("all_reduce --memory 7B", "all_reduce: not valid with --memory"),
-        ("--parameters int8 --model 7B,step_ms=1", "--parameters: only FSDP gathers parameters"),
+        ("step --model llama-70b", "7e9; the name of a model stands alone, in `dtcomm plan job`"),
+        ("step --model 7B --step_ms 3", "--step_ms: no such flag; step_ms and its like are keys of --model"),
         (
-            "reduce_scatter --model 7B,step_ms=1 --algorithm ring",
-            "--algorithm: not valid with reduce_scatter --model",
+            "step --model 7B,step_ms=1 --paramters int8",
+            "--paramters: no such flag (did you mean '--parameters'?)",
         ),
-        ("--record /nowhere.json", "--record /nowhere.json: there is no such file"),
-        ("--plot /no/where.png", "there is no folder /no"),
-        ("-b 2M -e 1M", "-e 1048576: less than -b 2097152"),
-        ("-d quarter", "-d: 'quarter' is not one of int8"),
+        ("step --model 70B,token=8192", "'token' is not one of params, tokens, step_ms"),
+        ("step --model 70B,token=8192", "did you mean 'tokens'?"),
+        ("step --model 70B,step_ms=1,dtype=bf61", "dtype: 'bf61' is not one of fp32, float, float32, bf16"),
+        ("step --model 70B,step_ms=1,feedback=loco", "feedback: 'loco' is FSDP's"),
+        ("step --model 70B,tokens=1 --memory 70B", "--memory: not allowed with argument --model"),
+        (
+            "step --model 70B,step_ms=1 -d half",
+            "-d: only valid with --record; valid: --model …,dtype=float16",
+        ),
+        ("step broadcast --model 7B,step_ms=1", "'broadcast' is not one of ddp, fsdp"),
+        ("step ddp --memory 7B", "ddp: not valid with --memory"),
+        ("step --memory 7B --codec int4", "--codec: not valid with --memory"),
+        ("step --parameters int8 --model 7B,step_ms=1", "valid: dtcomm plan step fsdp --parameters"),
+        ("step fsdp --model 7B,step_ms=1 --algorithm ring", "--algorithm: not valid with fsdp"),
+        (
+            "step --model 70B,step_ms=1,bucket=1K",
+            "give a larger bucket=, so that there are at most 1,000,000",
+        ),
+        ("step --record /nowhere.json", "argument --record: /nowhere.json: there is no such file"),
+        # Another subcommand
+        ("collective --sites 2", "--sites belongs to dtcomm plan sites ("),
+        ("job --model gpt2 --wan 1gbit", "--wan belongs to dtcomm plan sites ("),
+        ("step --model 70B,step_ms=1 -b 1M", "-b belongs to dtcomm plan collective ("),
+        ("job --model gpt2 --cores=4", "--cores belongs to dtcomm plan collective and dtcomm plan step"),
+        (
+            "collective --model 7B",
+            "--model belongs to dtcomm plan step and dtcomm plan job and dtcomm plan sites",
+        ),
+        ("stp", "'stp' is not a command; valid: collective, step, job, sites (did you mean 'step'?)"),
+        ("all_reduce --hosts 2", "these arguments belong to dtcomm plan collective"),
+        (
+            "--model llama-8b --system h100 --sites 2",
+            "no command before --model; valid: collective, step, job, sites; "
+            "these arguments belong to dtcomm plan sites",
+        ),
+        ("--hosts 2", "no command before --hosts; valid: collective, step, job, sites ("),
     ],
 )
 def test_wrong_arguments_are_refused(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,19 +359,34 @@ def test_wrong_arguments_are_refused(argv: str, message: str, capsys: pytest.Cap
     assert message in error and error.count("\n") == 1
 
 
-def test_too_many_buckets_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "70B,step_ms=1,bucket=1K"]) == 2
-    assert "give a larger bucket=, so that there are at most 1,000,000" in capsys.readouterr().err
+def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    text = capsys.readouterr().err
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} +\w.*$", text, re.MULTILINE) and f"\n  dtcomm plan {name} " in text
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == text
 
 
-def test_unknown_algorithms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, "--algorithm", "rings"]) == 2
-    assert "'rings' is not one of auto, all, nvls_tree, ring, tree, double_tree" in capsys.readouterr().err
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_short_and_its_examples_run(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)  # one of them writes a plot
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert text.count("\n") < 60
+    examples = re.findall(rf"^  dtcomm plan ({name} .*)$", text, re.MULTILINE)
+    assert examples
+    for example in examples:
+        assert plan_as_json(capsys, *example.split())["version"] == 1
 
 
 def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    step = ["--system", "h100", "--model", "params=1e9,step_ms=100"]
+    step = ["step", "--system", "h100", "--model", "params=1e9,step_ms=100"]
     for name, argv in (("collective.png", PLAN), ("step.png", step)):
         path = tmp_path / name
         assert main([*argv, "--plot", str(path), "--json"]) == 0
@@ -352,7 +394,7 @@ def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_memory_of_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--system", "h100", "--hosts", "2", "--memory", "params=1e9,layers=10,dtype=bf16"]
+    argv = ["step", "--system", "h100", "--hosts", "2", "--memory", "params=1e9,layers=10,dtype=bf16"]
     plan = plan_as_json(capsys, *argv)
     assert (plan["ranks"], plan["itemsize"], plan["layers"]) == (16, 2, 10)
     rows = {(row["stage"], row["feedback"], row["delta"]): row for row in plan["results"]}
@@ -379,12 +421,12 @@ def test_memory_of_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
         ("7B,params=7B", "params: given twice"),
     ):
         with pytest.raises(SystemExit):
-            main(["--memory", value])
+            main(["step", "--memory", value])
         assert message in capsys.readouterr().err
 
 
 def test_activations_count_where_tokens_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--system", "h100", "--hosts", "2", "--memory"]
+    argv = ["step", "--system", "h100", "--hosts", "2", "--memory"]
     without = plan_as_json(capsys, *argv, "8B,layers=32,dtype=bf16")["results"]
     with_tokens = plan_as_json(capsys, *argv, "8B,layers=32,dtype=bf16,tokens=65536")["results"]
     assert all(row["activations"] == 0 for row in without)
@@ -399,7 +441,7 @@ def test_activations_count_where_tokens_are_known(capsys: pytest.CaptureFixture[
 
 
 def test_memory_that_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--system", "h100", "--hosts", "2", "--memory", "70B,layers=80,dtype=bf16"]
+    argv = ["step", "--system", "h100", "--hosts", "2", "--memory", "70B,layers=80,dtype=bf16"]
     plan = plan_as_json(capsys, *argv)
     for row in plan["results"]:
         assert row["fits"] == (row["total"] <= 79 * 2**30)
@@ -413,7 +455,7 @@ def test_fsdp_keeps_residuals_of_codecs_that_do_not_converge_without_feedback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As `dtcomm.fsdp.compress` does by default."""
-    argv = ("reduce_scatter", "--system", "h100", "--hosts", "2", "--model", "7B,tokens=8192")
+    argv = ("step", "fsdp", "--system", "h100", "--hosts", "2", "--model", "7B,tokens=8192")
     plan = plan_as_json(capsys, *argv, "--codec", "int8", "--codec", "int2", "--codec", "topk")
     residuals = {row["codec"]: row["residual_bytes"] for row in plan["model"]["rows"]}
     assert residuals["none"] == residuals["int8"] == 0
