@@ -1,4 +1,4 @@
-"""Sweeps for ``dtcomm plan collective``: the fastest algorithm of each size and codec, its gain, the break-even size."""
+"""Sweeps for ``dtcomm plan collective``: the fastest of each size and codec, its gain, and break-even sizes."""
 
 from __future__ import annotations
 
