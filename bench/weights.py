@@ -1,4 +1,4 @@
-"""Weight deltas: bits for each changed weight after real training steps, beside others, and speed on one core."""
+"""Weight deltas: bits for each changed weight after training steps, speed on one core, time over a long link."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import copy
 import statistics
 import sysconfig
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -14,7 +15,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bench.common import delayed_link, netns
+from dtcomm.extensions.weights import Publisher, Subscriber
 from dtcomm.extensions.weights.codec import decode, encode
+from dtcomm.launch.ranks import run_ranks
 
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 320, 6, 8, 128, 8
 
@@ -101,12 +105,62 @@ def rounds(function: Callable[[], object], size: int) -> str:
     )
 
 
+def over_link(
+    rank: int, ranks: int, folder: str, hosts: list[str], sizes: list[int], connections: int
+) -> list[tuple[str, float, float, float]]:
+    """Publish random bytes from the first host; on the second, return how long each version took."""
+    netns.enter_namespace(hosts[rank])
+    torch.set_num_threads(1)
+    begun, done = Path(folder) / "begun", Path(folder) / "done"
+    taken = []
+    for size in sizes:
+        weights = {f"w{i}": torch.zeros(size // 8, dtype=torch.uint8) for i in range(8)}
+        address = f"10.77.0.1:{29500 + sizes.index(size)}"
+        trainer = Publisher(weights, listen=address, part_bytes=4 << 20) if rank == 0 else None
+        engine = Subscriber(weights, f"tcp://{address}", connections=connections) if rank else None
+        for version in range(1, 5 if size < 1e8 else 3):
+            if trainer is not None:
+                for tensor in weights.values():
+                    tensor.random_(256)
+                time.sleep(0.5)  # the engine waits
+                begun.write_text(str(time.monotonic()))
+                trainer.publish(version)
+                while not (done.exists() and done.read_text() == f"{size} {version}"):
+                    time.sleep(0.01)
+            elif engine is not None:
+                engine.update(at_least=version)
+                ended = time.monotonic()
+                done.write_text(f"{size} {version}")
+                whole = size / 1e9 * 8 * 9038 / 8948  # of packets of 9000 bytes
+                name = f"{size / 1e6:g} MB, " + ("first version" if version == 1 else f"version {version}")
+                taken.append((name, whole, engine.report()["receive_s"], ended - float(begun.read_text())))
+    return taken
+
+
+def print_link(round_trip_ms: float, control: str, connections: int) -> None:
+    """Rows: the bytes at the rate of the link, receiving, and all from publish() to the new weights."""
+    with delayed_link.two_sites(1, round_trip_ms, congestion_control=control) as hosts:
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = [12_000_000, 400_000_000]
+            taken = run_ranks(over_link, 2, folder, hosts, sizes, connections, backend=None, timeout=240)[1]
+    for name, whole, receive, total in taken:
+        print(f"| {name}, {control} | {whole:.3f} | {receive:.3f} | {total:.3f} |", flush=True)
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print all tables, or that of a link."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60, help="training steps before the measured ones")
     parser.add_argument("--elements", type=int, default=1 << 26, help="of the tensors that are timed")
+    parser.add_argument(
+        "--link", metavar="CONTROL", help="measure 1 Gbit/s and 75 ms with cubic or bbr, only"
+    )
+    parser.add_argument("--round-trip", type=float, default=75, help="of the link, in ms")
+    parser.add_argument("--connections", type=int, default=4, help="over the link")
     options = parser.parse_args()
+    if options.link:
+        print_link(options.round_trip, options.link, options.connections)
+        return
     torch.manual_seed(0)
     master = torch.randn(1 << 24) * 0.02
     new = (master + 1.7e-6 * (torch.randn(1 << 24) * 0.5).clamp(-1, 1)).bfloat16()

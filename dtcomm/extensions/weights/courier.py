@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -358,23 +358,20 @@ class Subscriber:
     def _adopt(self, releases: tuple[Release, ...]) -> None:
         """Take the number of a version that the weights have already, by its checksums alone."""
         for release in sorted(releases, key=lambda each: (each.version, each.base is None), reverse=True):
-            heads = []
-            for name, _ in release.parts:
-                head = self._source.get(name, 0, HEAD_BYTES)
-                size = HEAD_BYTES + int.from_bytes(head[8:12], "little")
-                heads.append(Patch.read(self._fetch(name, size), head_only=True))
+            names = [name for name, _ in release.parts]
+            starts = self._fetch([(name, HEAD_BYTES) for name in names])
+            sizes = [HEAD_BYTES + int.from_bytes(start[8:12], "little") for start in starts]
+            heads = [
+                Patch.read(head, head_only=True) for head in self._fetch(list(zip(names, sizes, strict=True)))
+            ]
             if self.weights.adopt(heads):
                 return
 
     def _apply(self, release: Release, totals: dict[str, int], seconds: dict[str, float]) -> None:
         begun = time.perf_counter()
-        patches = []
-        done = 0
-        for name, size in release.parts:
-            if self._shows:
-                show_progress(f"version {release.version}: {done / 1e6:.0f} of {release.size / 1e6:.0f} MB")
-            patches.append(self._fetch(name, size))
-            done += size
+        if self._shows:
+            show_progress(f"version {release.version}: {release.size / 1e6:.0f} MB")
+        patches = self._fetch(release.parts)
         show_progress() if self._shows else None
         received = time.perf_counter()
         prepared = self.weights.prepare(patches)
@@ -392,10 +389,10 @@ class Subscriber:
             totals["weights_bytes"] += count * getattr(torch, entry.dtype).itemsize
             totals["changed"] += entry.changed if release.base is not None else 0
 
-    def _fetch(self, name: str, size: int) -> bytearray:
+    def _fetch(self, files: Sequence[tuple[str, int]]) -> list[bytearray]:
         if isinstance(self._source, stores.RemoteStore):
-            return self._source.fetch(name, size)
-        return bytearray(self._source.get(name, 0, size))
+            return self._source.fetch_all(files)
+        return [bytearray(self._source.get(name, 0, size)) for name, size in files]
 
 
 def _ratios(totals: Mapping[str, int]) -> dict[str, float]:

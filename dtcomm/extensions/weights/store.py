@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dtcomm.errors import DtcommError, PayloadCorrupt, PeerLost
 from dtcomm.runtime import emulated_link
@@ -45,11 +45,9 @@ _MAGIC, _HEAD = (
     struct.Struct(f"<IB{PROOF_BYTES}s"),
 )  # of a message: bytes, whether it is an error, HMAC
 _CLIENT, _SERVER = b"client", b"server"
-_PIECE, _WINDOW, _MOST_REQUEST = (
-    1 << 20,
-    8,
-    1 << 12,
-)  # bytes of a piece, pieces asked for at once, bytes of a request
+# Bytes of a piece, pieces that a connection asks for at once, bytes of a request.
+_LEAST_PIECE, _PIECE, _WINDOW, _MOST_REQUEST = 64 << 10, 1 << 20, 8, 1 << 12
+_SERVER_POLL_SECONDS = 0.01
 _POLL_SECONDS, _HELLO_SECONDS, _RETRY_SECONDS, _LONGEST_WAIT = 0.05, 2.0, 0.25, 20.0
 _MOST_CALLERS = 1024
 
@@ -288,6 +286,9 @@ class Server:
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, int(port)), family=family, backlog=256)
+        with contextlib.suppress(OSError):  # a kernel without it, or that does not allow it
+            # Between versions connections are idle. CUBIC then starts slowly again; BBR keeps the rate that it found.
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
         self.address = f"{host or '127.0.0.1'}:{self._socket.getsockname()[1]}"
         links = emulated_link.links()
         self._link, self._free_at, self._callers = links.between or links.inside, 0.0, 0
@@ -407,7 +408,7 @@ class Server:
                 data = read_store_index(self._store)
                 if prove(b"", data)[:8] != seen or time.monotonic() >= deadline:
                     return data
-                await asyncio.sleep(_POLL_SECONDS)
+                await asyncio.sleep(_SERVER_POLL_SECONDS)
         name, offset, size = request["get"], request["offset"], request["size"]
         if not _NAME.fullmatch(name) or not (0 <= offset and 0 <= size <= _PIECE):
             raise ValueError("no valid request")
@@ -421,6 +422,19 @@ class Server:
         self._free_at = begin + size * self._link.ns_per_byte * 1e-9
         if (left := self._free_at - time.monotonic()) > 0:
             await asyncio.sleep(left)
+
+
+class _Piece(NamedTuple):
+    """Bytes of a file that one request asks for, and where they go."""
+
+    name: str
+    offset: int
+    out: memoryview
+
+
+def _ignore_errors(call: Callable[[], object]) -> None:
+    with contextlib.suppress(DtcommError, OSError):  # the next call makes the connection, or raises
+        call()
 
 
 class _Connection:
@@ -493,10 +507,14 @@ class RemoteStore:
             connections + 1
         )  # the first one is for the index
         self.on_progress: Callable[[int], None] = lambda size: None
-        self._closed = False
+        self._locks = [threading.Lock() for _ in self._connections]
+        self._closed = self._is_used = False
 
     def index(self, seen: bytes = b"", wait_s: float = 0.0) -> bytes:
         """Return the index, after a change of ``seen`` or ``wait_s`` seconds."""
+        if not self._is_used:
+            self._is_used = True
+            self._connect_ahead()
         begun, deadline = time.monotonic(), time.monotonic() + self._timeout_s + wait_s
         while True:
             wait = max(0.0, min(begun + wait_s - time.monotonic(), _LONGEST_WAIT, self._timeout_s / 2))
@@ -506,8 +524,21 @@ class RemoteStore:
 
     def fetch(self, name: str, size: int, offset: int = 0) -> bytearray:
         """Return ``size`` bytes of a file; raises MissingFile."""
-        out = bytearray(size)
-        todo = deque(range(0, size, _PIECE))
+        return self.fetch_all([(name, size)], offset)[0]
+
+    def fetch_all(self, files: Sequence[tuple[str, int]], offset: int = 0) -> list[bytearray]:
+        """Return the bytes of files, given by name and size, over all connections at once; raises MissingFile."""
+        outs = [bytearray(size) for _, size in files]
+        most = len(self._connections) - 1
+        # Small files are cut so that each connection carries a part of them.
+        step = max(_LEAST_PIECE, min(_PIECE, sum(map(len, outs)) // (4 * most) + 1))
+        todo = deque(
+            _Piece(name, offset + at, memoryview(out)[at : at + step])
+            for (name, _), out in zip(files, outs, strict=True)
+            for at in range(0, len(out), step)
+        )
+        count = max(1, min(most, len(todo)))
+        window = min(_WINDOW, -(-len(todo) // count))
         state = {"progress": time.monotonic(), "left": len(todo)}
         errors: list[BaseException] = []
 
@@ -517,14 +548,13 @@ class RemoteStore:
                     self._retried(
                         number,
                         lambda: state["progress"] + self._timeout_s,
-                        lambda c: self._pieces(c, name, offset, out, todo, state, errors),
+                        lambda c: self._pieces(c, todo, window, state, errors),
                     )
                     if not todo and state["left"]:
                         time.sleep(0.005)  # another connection may end, and leave its pieces
             except BaseException as error:
                 errors.append(error)
 
-        count = min(len(self._connections) - 1, max(1, len(todo)))
         threads = [
             threading.Thread(target=carry, args=(number,), daemon=True) for number in range(2, count + 1)
         ]
@@ -535,7 +565,7 @@ class RemoteStore:
             thread.join(timeout=2 * self._timeout_s)
         if errors:
             raise errors[0]
-        return out
+        return outs
 
     def get(self, name: str, offset: int = 0, size: int = -1) -> bytearray:
         """Return at most 1 MiB of a file."""
@@ -553,46 +583,46 @@ class RemoteStore:
         return bytes(connection.answer())
 
     def _pieces(
-        self,
-        connection: _Connection,
-        name: str,
-        offset: int,
-        out: bytearray,
-        todo: deque[int],
-        state: Any,
-        errors: Any,
+        self, connection: _Connection, todo: deque[_Piece], window: int, state: Any, errors: Any
     ) -> None:
         """Receive pieces until none is left; those that were asked for go back if the connection ends."""
-        asked: deque[int] = deque()
-        view = memoryview(out)
+        asked: deque[_Piece] = deque()
         try:
             while not errors and not self._closed:
-                while todo and len(asked) < _WINDOW:
+                while todo and len(asked) < window:
                     with contextlib.suppress(IndexError):
                         asked.append(todo.popleft())
-                        size = min(_PIECE, len(out) - asked[-1])
-                        connection.ask({"get": name, "offset": offset + asked[-1], "size": size})
+                        piece = asked[-1]
+                        connection.ask({"get": piece.name, "offset": piece.offset, "size": len(piece.out)})
                 if not asked:
                     return
-                piece = view[asked[0] : asked[0] + _PIECE]
-                connection.answer(piece)
-                asked.popleft()
+                connection.answer(asked[0].out)
+                size = len(asked.popleft().out)
                 state["progress"] = time.monotonic()
                 state["left"] -= 1
-                self.on_progress(len(piece))
+                # The last pieces are for the connections that are the first to be free.
+                window = max(2, min(window, len(todo)))
+                self.on_progress(size)
         finally:
             todo.extend(asked)
+
+    def _connect_ahead(self) -> None:
+        """Make the connections that carry files while this caller waits for the first version."""
+        for number in range(1, len(self._connections)):
+            limit = time.monotonic() + self._timeout_s
+            call = functools.partial(self._retried, number, limit, lambda connection: None)
+            threading.Thread(target=_ignore_errors, args=(call,), daemon=True).start()
 
     def _retried(self, number: int, deadline: Any, call: Callable[[_Connection], Any]) -> Any:
         """Call with a connection, which is made again where it has ended, until the deadline."""
         limit = deadline if callable(deadline) else lambda: deadline
         while True:
             try:
-                connection = self._connections[number]
-                if connection is None:
-                    connection = self._connections[number] = _Connection(
-                        self.address, max(0.1, self._timeout_s)
-                    )
+                with self._locks[number]:
+                    connection = self._connections[number]
+                    if connection is None:
+                        connection = _Connection(self.address, max(0.1, self._timeout_s))
+                        self._connections[number] = connection
                 return call(connection)
             except OSError as error:
                 if (broken := self._connections[number]) is not None:
