@@ -171,6 +171,7 @@ def main() -> None:
         "copy (torch)": lambda: out.copy_(old),
         "encode": lambda: encode(old, new, threads=1),
         "decode to another tensor": lambda: decode(old, payload, out, threads=1),
+        "apply in place, checked before": lambda: decode(out, payload, out, threads=1, checked=True),
         "encode, nothing changed": lambda: encode(old, old, threads=1),
         "decode to another tensor, nothing changed": lambda: decode(old, none, out, threads=1),
     }

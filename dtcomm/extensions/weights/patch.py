@@ -184,20 +184,21 @@ class Patch:
                 raise PayloadCorrupt(f"{patch}, tensor {printable(entry.name)!r}: the payload is damaged")
         return patch
 
-    def decode(self, index: int, old: Tensor, out: Tensor) -> None:
+    def decode(self, index: int, old: Tensor, out: Tensor, *, checked: bool = False) -> None:
         """Write the new values of an entry; raises PayloadCorrupt before it changes a byte.
 
         Args:
             index: The number of the entry.
             old: The base's values, contiguous, on the CPU.
             out: Where the new values go; may be ``old``.
+            checked: The entry was decoded once with the same ``old``, so its payload is not checked again.
         """
         entry, payload = self.entries[index], self.payload(index)
         if entry.coding == "same":
             if out.data_ptr() != old.data_ptr():
                 out.copy_(old)
         elif entry.coding == "delta":
-            codec.decode(_coded(old), payload, _coded(out))
+            codec.decode(_coded(old), payload, _coded(out), checked=checked)
         elif entry.coding == "lossless":
             ops.decode("lossless", payload, out.numel(), out.dtype, out=out.view(-1))
         elif entry.size != out.nbytes:
@@ -505,11 +506,11 @@ class Weights:
             if base is not None and self._is_resumed and checksum(base) == entry.crc:
                 kept = base
             elif base is not None and base.data_ptr() == inside.data_ptr():
-                patch.decode(index, base, base)
+                patch.decode(index, base, base, checked=True)
                 return
             else:
                 kept = torch.empty(entry.shape, dtype=inside.dtype)
-                patch.decode(index, kept if base is None else base, kept)
+                patch.decode(index, kept if base is None else base, kept, checked=True)
         inside.copy_(self._shared(entry, kept))
         if inside.shape != entry.shape:
             self._whole[entry.layout] = kept
