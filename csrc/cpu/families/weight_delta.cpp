@@ -624,15 +624,20 @@ inline void apply_changes(const Split& split, Changes& changes, std::size_t n, T
     }
     return;
   }
-  std::size_t behind[kDeltaClasses + 1] = {};  // elements of class j or behind it so far
+  std::size_t passed[kDeltaClasses] = {};  // elements of each class so far
   for_blocks(weights, n, [&](std::size_t i, const Block<T>& block, std::uint64_t exist) {
     const ClassBits<Usual> bits(split, block, exist);
     std::uint64_t places = 0;
     for (unsigned j = 0; j < split.template count<Usual>(); ++j) {
-      const auto* const own = reinterpret_cast<const std::uint8_t*>(changes.bits[j]);
-      places |= deposit_bits(peek(own, behind[j] - behind[j + 1]), bits.of(j));
+      const std::uint64_t own = bits.of(j);
+      const unsigned count = count_bits(own);
+      const auto* const from = reinterpret_cast<const std::uint8_t*>(changes.bits[j]);
+      // Eight bytes have 57 bits from any bit of the first byte on; few blocks have more elements of one class.
+      std::uint64_t changed = unaligned<std::uint64_t>(from + (passed[j] >> 3))->value >> (passed[j] & 7);
+      if (count > 57) changed = peek(from, passed[j]);
+      places |= deposit_bits(changed, own);
+      passed[j] += count;
     }
-    for (unsigned j = 0; j < split.template count<Usual>(); ++j) behind[j] += count_bits(bits.from[j]);
     for (; places != 0; places &= places - 1) {
       auto& element = elements[i + lowest_bit(places)];
       element.value = static_cast<T>(element.value + *changes.steps[split.class_of(element.value)]++);
