@@ -1,6 +1,7 @@
-// Fuzzes the granules of weight deltas with hostile ones: encodings with flipped bits, cut, and random bytes, without
-// the checksums that would refuse them first. All kernels must refuse the same ones, decode the others to the same
-// weights, and touch no byte outside their buffers. Undamaged granules must give the new weights.
+// Fuzzes weight deltas: payloads with damage anywhere, and granules alone with hostile ones. Those are encodings with
+// flipped bits, cut, and random bytes, without the checksums that would refuse them first. All kernels must refuse the
+// same ones, decode the others to the same weights, and touch no byte outside their buffers. Undamaged granules must
+// give the new weights.
 //
 //   fuzz_weight_delta_test [CASES [SEED]]    5,000 cases without arguments
 #include <cstdio>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "engine/weight_delta.h"
 #include "tests/fuzz_payloads.h"
 #include "tests/guard_pages.h"
 
@@ -44,6 +46,41 @@ void damage(Random& random, Bytes& granule) {
     const std::size_t at = random.one_in(2) ? random.below(16) % granule.size() : random.below(granule.size());
     granule[at] ^= static_cast<std::uint8_t>(1u << random.below(8));
   }
+}
+
+// Whole payloads: all kernels refuse the same damaged ones, and read nothing behind them.
+bool fuzz_payload(Random& random, std::size_t at, const std::vector<const Kernels*>& tables, GuardedBuffer& memory) {
+  const auto kind = static_cast<WeightKind>(random.below(kWeightKinds));
+  const unsigned size = layout_of(kind).size;
+  const std::size_t n = random.one_in(64) ? kDeltaGranule + random.below(300) : random.below(300);
+  Bytes old(n * size);
+  fill(random, old.data(), old.size());
+  Bytes fresh = old;
+  if (n > 0) change(random, size, fresh);
+  DeltaWriter writer(kind, n);
+  writer.add(*tables.front(), 0, n, old.data(), fresh.data(), 1);
+  Bytes payload(writer.bytes());
+  writer.write(payload.data());
+  const bool whole = random.one_in(8);
+  if (!whole) damage(random, payload);
+  std::uint8_t* const from = memory.place(payload.size(), true);
+  if (!payload.empty()) std::memcpy(from, payload.data(), payload.size());
+  const DeltaReader reader(from, payload.size());
+  bool refused = !reader.error().empty() || reader.kind() != kind || reader.numel() != n;
+  if (whole && refused) fail(at, "payload", "an undamaged payload is refused");
+  if (refused) return true;
+  refused = !reader.check(*tables.front(), 0, n, old.data(), nullptr, 1).message().empty();
+  for (const Kernels* kernels : tables) {
+    if (refused == reader.check(*kernels, 0, n, old.data(), nullptr, 1).message().empty()) {
+      fail(at, kernels->name, "kernels differ on a damaged payload");
+    }
+    if (refused) continue;
+    Bytes result = old;
+    reader.decode(*kernels, 0, n, result.data(), result.data(), 1);
+    if (result != fresh) fail(at, kernels->name, "a payload gives other weights");
+  }
+  if (whole && refused) fail(at, "payload", "an undamaged granule is refused");
+  return refused;
 }
 
 }  // namespace
@@ -114,6 +151,10 @@ int main(int count, char** arguments) {
       }
     }
   }
-  std::printf("%zu granules, %zu refused, %zu kernels\n", cases, refused, tables.size());
+  const std::size_t payloads = cases / 16;  // each allocates much memory
+  std::size_t payloads_refused = 0;
+  for (std::size_t at = 0; at < payloads; ++at) payloads_refused += fuzz_payload(random, at, tables, wire);
+  std::printf("%zu granules, %zu refused; %zu payloads, %zu refused; %zu kernels\n", cases, refused, payloads,
+              payloads_refused, tables.size());
   return 0;
 }
