@@ -6,17 +6,21 @@ keeps an engine at the newest one, through a folder, an object store or a `Serve
 
 from dtcomm.extensions.weights.courier import Publisher, Subscriber
 from dtcomm.extensions.weights.patch import Patch, PatchRefused, Prepared, Slice, Weights, apply, diff
+from dtcomm.extensions.weights.reshard import Part, Resharded, published_tensors
 from dtcomm.extensions.weights.store import Server
 
 __all__ = [
+    "Part",
     "Patch",
     "PatchRefused",
     "Prepared",
     "Publisher",
+    "Resharded",
     "Server",
     "Slice",
     "Subscriber",
     "Weights",
     "apply",
     "diff",
+    "published_tensors",
 ]

@@ -254,7 +254,8 @@ class Subscriber:
     """Keeps the weights of an engine at the newest version.
 
     Args:
-        weights: The engine's weights: a module, or tensors by name; see `Weights`. They are changed in place.
+        weights: The engine's weights: a module, or tensors by name; see `Weights`. They are changed in place. Or
+            `Weights`, such as `Resharded`; then ``version``, ``buffers`` and ``model`` are not used.
         source: Where versions come from: a folder, a URL of fsspec, or ``tcp://host:port`` of a publisher or relay.
         version: The version of the weights, if it is known. Else they are compared with the newest versions, and
             received whole if they equal none.
@@ -269,7 +270,7 @@ class Subscriber:
 
     def __init__(
         self,
-        weights: nn.Module | State,
+        weights: nn.Module | State | Weights,
         source: str | Path | Store,
         *,
         version: int | None = None,
@@ -280,8 +281,11 @@ class Subscriber:
         pause: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         progress: bool = False,
     ) -> None:
-        state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-        self.weights = Weights(state, version=version, buffers=buffers, model=model)
+        if isinstance(weights, Weights):
+            self.weights = weights
+        else:
+            state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+            self.weights = Weights(state, version=version, buffers=buffers, model=model)
         self._source = stores.open_store(source, connections=connections, timeout_s=timeout_s)
         self._timeout_s, self._pause, self._shows = timeout_s, pause, progress
         self._report: dict[str, Any] = {}
