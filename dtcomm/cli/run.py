@@ -29,7 +29,8 @@ from dtcomm import ddp, fsdp, torch_compat
 from dtcomm.cli import count_argument, write_json
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.guard import ACTIONS, Guard
-from dtcomm.compress.report import Report, Reporting
+from dtcomm.compress.report import Report
+from dtcomm.compress.reporting import Reporting
 from dtcomm.fsdp.options import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
 
 FEEDBACK = {"on": True, "off": False, "auto": "auto", "ef21": "ef21", "diana": "diana"}
