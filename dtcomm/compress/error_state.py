@@ -8,7 +8,6 @@ once the mean has arrived. The DDP hook, `LocalSGD` and the simulated ranks of t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +18,10 @@ from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import BucketLayout, Segment
 from dtcomm.compress.feedback import DGC, Feedback, FeedbackStates, References, Velocities, common_momentum
 from dtcomm.compress.measurements import l2_norms
-from dtcomm.compress.residuals import Residuals, average_states, describe_size, expand_saved
+from dtcomm.compress.residuals import Residuals, average_states, describe_size, expand_saved, log_feedback
 from dtcomm.compress.spec import Scheme
 from dtcomm.profiling.summary import format_bytes
 from dtcomm.streams import record_streams
-
-_log = logging.getLogger("dtcomm")
 
 # Steps over which the residual of a parameter that is no longer compressed is added to its gradients.
 REPAYMENT_STEPS = 32
@@ -74,7 +71,7 @@ class ErrorState:
 
     Args:
         feedback: True or "residual": error feedback; "ef21" or "diana": differences to shared references; a
-            `Feedback`: the user's own; False: nothing is kept.
+            `Feedback`: the user's own; False: nothing is kept. `choose_feedback` has replaced "auto".
         form: How residuals are kept between steps: "fp32", "bf16" or "int8".
         schemes: All schemes that may be used. If DGC is one of them, every parameter gets its momentum.
     """
@@ -91,7 +88,7 @@ class ErrorState:
             else str(feedback)
         )
         if own is None and kind is not False and kind not in FEEDBACKS:
-            valid = f"True, False, {', '.join(map(repr, FEEDBACKS))}, or a dtcomm.ddp.Feedback"
+            valid = f"True, False, 'auto', {', '.join(map(repr, FEEDBACKS))}, or a dtcomm.ddp.Feedback"
             raise ValueError(f"feedback: {feedback!r}; valid: {valid}")
         self._momentum = common_momentum(schemes)
         if self._momentum is not None and kind != "residual":
@@ -100,6 +97,10 @@ class ErrorState:
             )
         self.kind = kind
         self._residuals = Residuals(form)
+        if kind is False and form != "fp32" and not all(scheme.lossless(torch.float32) for scheme in schemes):
+            raise ValueError(
+                f"residual: {form!r} is for error feedback, which is off; valid: 'fp32', or feedback=True"
+            )
         self._references: References | FeedbackStates | None = None if own is None else FeedbackStates(own)
         if kind in ("ef21", "diana"):
             self._references = References(1.0 if kind == "ef21" else DIANA_RATE)
@@ -167,8 +168,10 @@ class ErrorState:
         if self._repaying:
             self._stop_repaying(name)
         if self.kind is False:
-            lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
-            return PendingGradient(segment, gradient, gradient, lost if sampled else None)
+            lost = None
+            if sampled:
+                lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
+            return PendingGradient(segment, gradient, gradient, lost)
         if self._references is not None:
             return PendingGradient(segment, gradient, *self._references.begin(name, gradient))
         if self.keeps_backups:
@@ -218,11 +221,10 @@ class ErrorState:
     def finish(self, pending: PendingGradient, key: int) -> None:
         """Store what the encoding lost, once the mean has arrived; ``key`` chooses how that is rounded."""
         name, residual = pending.segment.name, pending.residual
-        if self.kind is False or residual is None:
+        if residual is None:
             return
-        if (
-            not residual.is_cpu
-        ):  # these were allocated on the gradients' stream; the current one may be another
+        # These were allocated on the gradients' stream; the current one may be another.
+        if not residual.is_cpu:
             references = () if self._references is None else self._references.get(name)
             record_streams(
                 pending.gradient,
@@ -234,6 +236,8 @@ class ErrorState:
                 self._velocities.get(name),
                 *references,
             )
+        if self.kind is False:  # it was for a measurement
+            return
         if self._references is not None:
             self._references.finish(name, pending.gradient, pending.sent, residual)
             return
@@ -276,19 +280,17 @@ class ErrorState:
         if self._references is not None:
             self._references.reset(name)
 
-    def log_memory(self, integration: str, numel: int, asked: object) -> None:
+    def log_memory(self, integration: str, numel: int, reason: str) -> None:
         """Log the memory that ``numel`` elements will take between steps, unless a user's own feedback decides.
 
-        It is a warning where feedback is on without being ``asked`` for, which is "auto".
+        With a ``reason``, that of "auto", it is a warning, and a line says that feedback is off if it is.
         """
         if self.kind == "residual" and numel:
-            text = describe_size(numel, self._residuals.form)
+            log_feedback(integration, describe_size(numel, self._residuals.form), reason)
         elif self.kind in ("ef21", "diana") and numel:
-            text = f"{format_bytes(8 * numel)} of references"
-        else:
-            return
-        level = logging.WARNING if asked == "auto" else logging.INFO
-        _log.log(level, "%s: error feedback keeps %s on every rank", integration, text)
+            log_feedback(integration, f"{format_bytes(8 * numel)} of references", reason)
+        elif self.kind is False:
+            log_feedback(integration, "", reason)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes that are kept between steps, and within a step in addition, by kind; zeros are left out."""

@@ -102,6 +102,7 @@ class Report(RankReport):
         world_size: The number of ranks of the group.
         policy: What was asked for.
         feedback: The kind of error feedback.
+        feedback_reason: Why, if ``feedback="auto"`` chose it.
         steps: The number of steps of this run; None if it is not known.
         earlier_steps: The steps of the runs before, if this one continued from a checkpoint.
         messages: The number of collectives of this run.
@@ -130,6 +131,7 @@ class Report(RankReport):
     world_size: int = 1
     policy: str
     feedback: bool | str
+    feedback_reason: str = ""
     steps: int | None
     earlier_steps: int = 0
     messages: int
@@ -310,9 +312,10 @@ class Report(RankReport):
 
     def _title(self) -> str:
         policy = self.policy.replace(DEFAULT_RULES, "")
+        feedback = _format_feedback(self.feedback)
+        feedback += f" ({self.feedback_reason})" if self.feedback_reason else ""
         return (
-            f"dtcomm {self.integration}: {policy}, feedback {_format_feedback(self.feedback)}, "
-            f"rank {self.rank} of {self.world_size}"
+            f"dtcomm {self.integration}: {policy}, feedback {feedback}, rank {self.rank} of {self.world_size}"
         )
 
     def _table(self) -> tuple[list[str], list[tuple[str, ...]], set[int]]:

@@ -12,6 +12,7 @@ for each block, rounded stochastically: otherwise gradients far smaller than the
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.kernels import counter_rng, ops
 from dtcomm.profiling.summary import format_bytes
 from dtcomm.streams import match_device, record_streams
+
+_log = logging.getLogger("dtcomm")
 
 #: How residuals may be kept between two steps, and the codec that packs them.
 FORMS = {"fp32": None, "bf16": codec("bf16"), "int8": codec("int8:round=stochastic")}
@@ -174,6 +177,19 @@ def describe_size(numel: int, form: str) -> str:
     """Return the memory of so many residuals on each rank, as text."""
     size = format_bytes(numel * {"bf16": 2.0, "int8": 1.06}.get(form, 4.0))
     return f"{size} of residuals" + (" (a quarter with residual='int8')" if form == "fp32" else "")
+
+
+def log_feedback(integration: str, memory: str, reason: str) -> None:
+    """Log the memory of error feedback, as text, or that it is off (empty) if there is a ``reason``, that of "auto".
+
+    It is a warning where feedback takes memory without being asked for.
+    """
+    why = f" ({reason})" if reason else ""
+    if memory:
+        level = logging.WARNING if reason else logging.INFO
+        _log.log(level, "%s: error feedback keeps %s on every rank%s", integration, memory, why)
+    elif reason:
+        _log.info("%s: feedback off%s", integration, why)
 
 
 def require_numel(numel: int, what: str, name: str, like: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from dtcomm import env
 from dtcomm.arguments import errors_name, suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
-from dtcomm.compress.feedback import DGC, DGC_NAME
+from dtcomm.compress.feedback import DGC, DGC_NAME, Feedback
 from dtcomm.compress.powersgd import NAME as POWERSGD_NAME
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.kernels import dispatch, ops
@@ -208,9 +208,45 @@ def require_kernels(schemes: Iterable[Scheme], tensors: Iterable[torch.Tensor], 
             dispatch.require_cuda_kernel(sent, f"{argument}: the model is on {device}")
 
 
-def needs_feedback(scheme: Codec) -> bool:
-    """Return whether a codec of gradients loses so much that training does not converge without error feedback."""
-    return gaussian_error(scheme) > MAX_ERROR
+def needs_feedback(scheme: Scheme) -> bool:
+    """Return whether gradients in a scheme lose so much that training does not converge without error feedback.
+
+    A codec of more than `MAX_ERROR`, on any level, and every compressor does. int4 loses 10 % and does not need it: in
+    the runs of docs/results/training.md feedback changes its held-out loss by less than another seed does.
+    """
+    if isinstance(scheme, LevelCodecs):
+        return needs_feedback(scheme.inside) or needs_feedback(scheme.between)
+    return isinstance(scheme, PowerSGD | DGC) or gaussian_error(scheme) > MAX_ERROR
+
+
+def choose_feedback(
+    feedback: bool | str | Feedback, schemes: Iterable[Scheme]
+) -> tuple[bool | str | Feedback, str]:
+    """Return what an argument ``feedback`` means for gradients in ``schemes``, and why if it is ``"auto"``.
+
+    ``"auto"`` is True if one of the schemes needs feedback (`needs_feedback`), and else False. Other values are
+    returned as they are.
+
+    Example:
+        >>> from dtcomm.compress.spec import choose_feedback, parse_scheme
+        >>> choose_feedback("auto", [parse_scheme("int8")])
+        (False, 'auto: int8 loses 0.5%')
+    """
+    if not isinstance(feedback, str) or feedback != AUTO:
+        return feedback, ""
+    lossy = [scheme for scheme in dict.fromkeys(schemes) if not scheme.lossless(torch.float32)]
+    needing = [scheme for scheme in lossy if needs_feedback(scheme)]
+    return bool(needing), f"auto: {', '.join(map(_describe_loss, needing or lossy))}" if lossy else ""
+
+
+def _describe_loss(scheme: Scheme) -> str:
+    """Return how much a scheme loses, for log lines and reports."""
+    if isinstance(scheme, LevelCodecs):
+        return f"{_describe_loss(scheme.inside)}, {_describe_loss(scheme.between)}"
+    if isinstance(scheme, PowerSGD | DGC):
+        return f"{scheme} leaves out a part"
+    error = gaussian_error(scheme)
+    return f"{scheme} loses {error:.1%}" if error < 0.01 else f"{scheme} loses {error:.0%}"
 
 
 def matrix_shape(tensor: torch.Tensor) -> tuple[int, int]:

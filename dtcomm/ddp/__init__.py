@@ -71,7 +71,7 @@ def hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tens
 def compress(
     model: torch.nn.Module,
     codec: str | Scheme | Policy = "int8",
-    feedback: bool | str | Feedback = True,
+    feedback: bool | str | Feedback = "auto",
     **options: Unpack[Options],
 ) -> DDPState:
     """Compress the gradients of a DDP model: makes a `DDPState` and registers the hook.
@@ -119,7 +119,7 @@ def compress(
 def attach(
     owner: Any,
     codec: str | Scheme | Policy = "int8",
-    feedback: bool | str | Feedback = True,
+    feedback: bool | str | Feedback = "auto",
     *,
     log: bool = False,
     **options: Unpack[Options],

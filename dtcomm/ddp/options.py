@@ -20,10 +20,11 @@ class Options(TypedDict, total=False):
             other parameters stay uncompressed; a `Policy` or its text ("ndim<2 -> none; * -> int4"), to choose by name,
             size or module; or "auto", which tries candidates in the first steps and keeps what pays. Default "int8".
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
-            "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. Default
-            True.
-        residual: How residuals are kept between steps: "fp32" (4 bytes for each element of a compressed parameter),
-            "bf16" or "int8". Default "fp32".
+            "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. "auto":
+            True if a scheme loses more than 20 % of Gaussian numbers in one encoding (int3, int2, sign, topk, randk) or
+            is a compressor, else False; the log and the report say which. Default "auto".
+        residual: How error feedback keeps residuals between steps: "fp32" (4 bytes for each element of a compressed
+            parameter), "bf16" or "int8". Default "fp32".
         save_residuals: Whether checkpoints have the residuals, in the form in which they are kept, so that a resumed
             run continues bit for bit. False: smaller checkpoints, and feedback starts anew. Default True.
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the

@@ -30,7 +30,7 @@ from dtcomm.compress.payoff import VERIFY, Payoff, unmeasured
 from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import Report, describe_uncompressed
 from dtcomm.compress.reporting import CopiedState, Reporting
-from dtcomm.compress.spec import AUTO, Scheme, parse_scheme, require_kernels
+from dtcomm.compress.spec import AUTO, Scheme, choose_feedback, parse_scheme, require_kernels
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.ddp.auto import BASELINE, SCOPE, ProcessGroupConsensus, Tuner, Verifier
 from dtcomm.ddp.layouts import Chooser
@@ -106,7 +106,7 @@ class DDPState(Reporting):
         self,
         codec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
-        feedback: bool | str | Feedback = True,
+        feedback: bool | str | Feedback = "auto",
         *,
         parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         **options: Unpack[Options],
@@ -129,8 +129,9 @@ class DDPState(Reporting):
         self._chooser: Chooser = tuner or Chooser(excluded | as_policy(codec))
         if options["verify"] and tuner is None:
             self._chooser = self._verifier = self._make_verifier(excluded | as_policy(codec), options)
-        self._options = {"codec": str(self._chooser), "feedback": str(feedback)}
         self.arguments = {"codec": codec, "feedback": feedback, **options}
+        feedback, self._feedback_reason = choose_feedback(feedback, self._chooser.schemes)
+        self._options = {"codec": str(self._chooser), "feedback": str(feedback)}
         self._save_residuals = options["save_residuals"]
         self.group = group
         self.feedback = feedback
@@ -257,6 +258,7 @@ class DDPState(Reporting):
             world_size=world_size,
             policy=str(self._chooser),
             feedback=self.feedback if isinstance(self.feedback, bool | str) else str(self.feedback),
+            feedback_reason=self._feedback_reason,
             steps=self.steps - self._earlier_steps,
             earlier_steps=self._earlier_steps,
             messages=sum(layout.messages for layout in all_layouts),
@@ -407,7 +409,7 @@ class DDPState(Reporting):
                 policy = self._chooser if self._tuner is None else as_policy("int8")
                 named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
                 compressed = sum(p.numel() for name, p in named if policy.choose(name, p).codec != NONE)
-                self._reducer.error_state.log_memory("dtcomm.ddp", compressed, self.arguments["feedback"])
+                self._reducer.error_state.log_memory("dtcomm.ddp", compressed, self._feedback_reason)
         self._reducer.finish_before_ddp = model.find_unused_parameters
         if model.find_unused_parameters or model.static_graph:
             self._reducer.track_use(model.parameters())

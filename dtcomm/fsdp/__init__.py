@@ -114,7 +114,7 @@ def compress(
         state.print_report()
     """
     given = complete_options("dtcomm.fsdp", options, DEFAULTS)
-    parsed_gradients, gradient_spec, parameter_spec = _parse_specs(gradients, parameters, given)
+    gradient_spec, reason, parameter_spec = _parse_specs(gradients, parameters, given)
     make_state = functools.partial(_make_state, gradient_spec, parameter_spec, given)
     if rank_and_size()[1] == 1 and isinstance(model, torch.nn.Module) and not _is_sharded(model):
         state = make_state()
@@ -146,7 +146,7 @@ def compress(
         state.on_detach(announcement.require_all_at_forward(model).remove)
     refuse_join(model, "FSDP")
     state.on_detach(lambda: model.__dict__.pop("join_hook", None))
-    state.log_feedback(parsed_gradients if given["feedback"] == "auto" else gradient_spec, memory)
+    state.log_feedback(memory, reason)
     if rank_and_size()[1] == 1:
         state.set_unused()
     return state
@@ -187,7 +187,7 @@ def attach(
     """
     # Wrong options raise their errors now, and not when the model is sharded.
     given = complete_options("dtcomm.fsdp", options, DEFAULTS)
-    _, gradient_spec, parameter_spec = _parse_specs(gradients, parameters, given)
+    gradient_spec, _, parameter_spec = _parse_specs(gradients, parameters, given)
     if not given["allow_inaccurate"]:
         require_accurate(gradient_spec, parameter_spec, "residuals of the size of the model")
     _make_state(gradient_spec, parameter_spec, given)
@@ -237,8 +237,8 @@ def _obstacle(model: torch.nn.Module) -> str:
 
 def _parse_specs(
     gradients: str | Codec | None, parameters: str | Codec | None, options: Options
-) -> tuple[CompressionSpec, CompressionSpec, CompressionSpec]:
-    """Return the gradients' spec as it was given, the same with its feedback, and the parameters' spec."""
+) -> tuple[CompressionSpec, str, CompressionSpec]:
+    """Return the gradients' spec with its feedback, why "auto" chose that, and the parameters' spec."""
     require_bool("allow_inaccurate", options["allow_inaccurate"])
     preset = options["preset"]
     defaults = None if preset is None else find_preset(preset)
@@ -246,12 +246,8 @@ def _parse_specs(
         gradients = defaults.gradients if defaults else DEFAULT_GRADIENTS
     if parameters is None:
         parameters = defaults.parameters if defaults else DEFAULT_PARAMETERS
-    parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
-    return (
-        parsed_gradients,
-        with_feedback(parsed_gradients, options["feedback"]),
-        parse_spec(parameters, PARAMETER_PREFIXES, "parameters"),
-    )
+    spec, reason = with_feedback(parse_spec(gradients, FEEDBACKS, "gradients"), options["feedback"])
+    return spec, reason, parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
 
 
 def _observe_forward(model: torch.nn.Module, state: FSDPState) -> None:

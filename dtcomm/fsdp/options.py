@@ -26,7 +26,7 @@ from dtcomm.arguments import errors_name, suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.compress.guard import Guard
-from dtcomm.compress.spec import AUTO, COMPRESSORS, MAX_ERROR, LevelCodecs, gaussian_error, needs_feedback
+from dtcomm.compress.spec import AUTO, COMPRESSORS, MAX_ERROR, LevelCodecs, choose_feedback, gaussian_error
 
 
 class StateOptions(TypedDict, total=False):
@@ -43,9 +43,8 @@ class StateOptions(TypedDict, total=False):
             the preset's. Default: none.
         feedback: Error feedback: add the error of each gradient's encoding to the next gradient. True is the same as
             the prefix ``ef:``, and takes an fp32 copy of every module's whole gradient on every rank; ``loco:`` takes a
-            quarter of that. ``"auto"`` is True for codecs that do not converge without it, those that lose more than
-            20 % of Gaussian numbers in one encoding, such as sign, topk and int2; a log line states the memory.
-            Default: ``"auto"``.
+            quarter of that. ``"auto"`` is True for codecs that lose more than 20 % of Gaussian numbers in one encoding
+            (int3, int2, sign, topk, randk), else False; the log and the report say which. Default: ``"auto"``.
         residual: How ``ef:`` stores residuals between steps: ``"fp32"``, ``"bf16"`` or ``"int8"``
             (`dtcomm.compress.residuals`). Default: ``"fp32"``.
         save_residuals: Whether checkpoints have the residuals, in bf16 if they are kept so, else in fp32, so that a
@@ -251,28 +250,26 @@ def _quoted(prefixes: tuple[str, ...]) -> str:
     return ", ".join(f"'{name}:'" for name in prefixes if name)
 
 
-def with_feedback(gradients: CompressionSpec, feedback: bool | str) -> CompressionSpec:
-    """Return the spec of gradients with the error feedback that ``feedback`` asks for.
+def with_feedback(gradients: CompressionSpec, feedback: bool | str) -> tuple[CompressionSpec, str]:
+    """Return the spec of gradients with the error feedback that ``feedback`` asks for, and why if it is ``"auto"``.
 
-    One with a prefix has it already. ``"auto"`` means for codecs that lose more than `MAX_ERROR`. ValueError if
-    ``feedback`` contradicts the prefix.
+    One with a prefix has it already. ValueError if ``feedback`` contradicts the prefix.
     """
     valid = "valid: True, False, 'auto', or a prefix of gradients, 'ef:' or 'loco:'"
     if not isinstance(feedback, bool | str):
         raise TypeError(f"feedback: got {type(feedback).__name__}; {valid}")
     if feedback in ("ef21", "diana"):
         raise ValueError(f"feedback: {feedback!r} is for dtcomm.ddp.compress; {valid}")
-    if isinstance(feedback, str) and feedback != "auto":
+    if isinstance(feedback, str) and feedback != AUTO:
         raise ValueError(f"feedback: got {feedback!r}; {valid}")
     if gradients.prefix:
         if feedback is False:
             raise ValueError(
                 f"feedback: False contradicts gradients={str(gradients)!r}, whose prefix is error feedback"
             )
-        return gradients
-    if feedback == "auto":
-        feedback = any(map(needs_feedback, gradients.codecs()))
-    return replace(gradients, prefix="ef") if feedback else gradients
+        return gradients, ""
+    chosen, reason = choose_feedback(feedback, gradients.codecs())
+    return (replace(gradients, prefix="ef") if chosen else gradients), reason
 
 
 def require_accurate(gradients: CompressionSpec, parameters: CompressionSpec, residual_bytes: str) -> None:

@@ -140,8 +140,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             for name, parameter in members["params"]
             if parameter.requires_grad
         }
-        parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
-        gradient_spec = with_feedback(parsed_gradients, given["feedback"])
+        gradient_spec, reason = with_feedback(
+            parse_spec(gradients, FEEDBACKS, "gradients"), given["feedback"]
+        )
         parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
         memory = describe_size(sum(trainable.values()), given["residual"])
         if not given["allow_inaccurate"]:
@@ -164,9 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         self._compression.shard_index = dist.get_rank(group)
         require_bool("save_residuals", given["save_residuals"])
         self._compression.save_residuals = given["save_residuals"]
-        self._compression.log_feedback(
-            parsed_gradients if given["feedback"] == "auto" else gradient_spec, memory
-        )
+        self._compression.log_feedback(memory, reason)
         self._buckets: list[OptimizerBucket] = []
         shard_groups = []
         for number, parameter_group in enumerate(groups):

@@ -20,7 +20,7 @@ from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
 from dtcomm.compress.report import Report, describe_uncompressed
 from dtcomm.compress.reporting import Reporting
-from dtcomm.compress.residuals import FORMS
+from dtcomm.compress.residuals import FORMS, log_feedback
 from dtcomm.compress.traffic import Traffic, group_traffic
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
 from dtcomm.fsdp.options import UNCOMPRESSED, CompressionSpec
@@ -101,6 +101,7 @@ class FSDPState(Reporting):
         self._saved_reference_shards: dict[str, torch.Tensor] = {}  # from a checkpoint, until first used
         self._layouts: dict[str, FlatLayout | None] = {}
         self._residuals = _make_residual_store(gradients.prefix, residual)
+        self._feedback_reason = ""
         self.integration, self.steps_ahead = "FSDP", 0
         self._modules: dict[str, dict[str, Traffic]] = {}  # module -> kind of collective -> counters
         self._notes: list[str] = []
@@ -136,6 +137,7 @@ class FSDPState(Reporting):
             world_size=world_size,
             policy=f"gradients {self.gradients}, parameters {self.parameters}",
             feedback=self.gradients.prefix or False,
+            feedback_reason=self._feedback_reason,
             steps=max(0, self._steps()),
             earlier_steps=self._earlier_steps,
             leaving_bytes=self._leaving_bytes(),
@@ -409,15 +411,11 @@ class FSDPState(Reporting):
         if self.logs and self.shard_index == 0:
             _log.warning("%s: %s", LOG_NAMES[self.integration], text)
 
-    def log_feedback(self, requested: CompressionSpec, memory: str) -> None:
-        """Log the memory of error feedback on each rank, as text; a warning if ``requested`` did not ask for it."""
-        if self.gradients != requested:
-            self.warn(
-                f"gradients={str(requested)!r} needs error feedback, which is on (feedback='auto') and keeps "
-                f"{memory} on every rank; feedback=True is the same without this line"
-            )
-        elif self.gradients.prefix and self.logs and self.shard_index == 0:
-            _log.info("%s: error feedback keeps %s on every rank", LOG_NAMES[self.integration], memory)
+    def log_feedback(self, memory: str, reason: str) -> None:
+        """Log the memory of error feedback on each rank, as text, and why it is on or off if "auto" decided."""
+        self._feedback_reason = reason
+        if self.logs and self.shard_index == 0:
+            log_feedback(LOG_NAMES[self.integration], memory if self.gradients.prefix else "", reason)
 
     def begin_forward(self) -> None:
         """Begin a step in its first forward pass: the first one after gradients were reduced.

@@ -33,7 +33,7 @@ from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, 
 from dtcomm.compress.powersgd import Factors
 from dtcomm.compress.report import Report, describe_uncompressed
 from dtcomm.compress.reporting import Reporting
-from dtcomm.compress.spec import Scheme
+from dtcomm.compress.spec import Scheme, choose_feedback
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.kernels import counter_rng
 from dtcomm.local_sgd.fragments import Fragment, PendingAverage, PendingBucket, group_by_size, make_fragments
@@ -68,7 +68,7 @@ class LocalSGD(Reporting):
             Default "int8".
         group: The process group that averages; None is the default group. With islands: this rank's group of those
             that have one rank of each island, at equal positions.
-        feedback: Error feedback, as for `dtcomm.ddp.compress`. Default True.
+        feedback: Error feedback, as for `dtcomm.ddp.compress`. Default "auto".
 
     Attributes:
         policy: The policy.
@@ -97,7 +97,7 @@ class LocalSGD(Reporting):
         every: int = 16,
         codec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
-        feedback: bool | str | Feedback = True,
+        feedback: bool | str | Feedback = "auto",
         **options: Unpack[Options],
     ) -> None:
         options = checked(every, options)
@@ -116,6 +116,8 @@ class LocalSGD(Reporting):
             raise ValueError(
                 "codec: dgc has a momentum for gradients; here momentum is the outer optimizer's"
             )
+        self.arguments = {"every": every, "codec": asked, "feedback": feedback, **options}
+        feedback, self._feedback_reason = choose_feedback(feedback, [rule.codec for rule in asked.rules])
         self._options = {"codec": str(asked), "feedback": str(feedback)}
         self.every, self.warmup, self.group = every, options["warmup"], group
         self.delay, self.mixing = delay, mixing
@@ -137,7 +139,6 @@ class LocalSGD(Reporting):
         self._moments = None
         if optimizer is not None and moments:
             self._moments = MomentAverager(optimizer, moments, self._weights, group, algorithm)
-        self.arguments = {"every": every, "codec": asked, "feedback": feedback, **options}
         if dist.get_world_size(group) > 1:
             Announcement(group, "dtcomm.local_sgd.LocalSGD", self.arguments).require_all(CONSTRUCTOR_LIMIT_S)
         root = 0 if group is None else dist.get_global_rank(group, 0)
@@ -162,7 +163,7 @@ class LocalSGD(Reporting):
                 for name in self._weights
                 if self.policy.choose(name, shard := self._shard(name)).codec != NONE
             )
-            self._error_state.log_memory("dtcomm.LocalSGD", numel, self.arguments["feedback"])
+            self._error_state.log_memory("dtcomm.LocalSGD", numel, self._feedback_reason)
             if text := self.report().uncompressed:
                 _log.warning("dtcomm.LocalSGD: %s", text)
 
@@ -222,6 +223,7 @@ class LocalSGD(Reporting):
             world_size=dist.get_world_size(self.group),
             policy=f"{self._schedule()}: {self.policy}",
             feedback=self._error_state.kind,
+            feedback_reason=self._feedback_reason,
             steps=self.steps - self._earlier_steps,
             earlier_steps=self._earlier_steps,
             messages=sum(layout.messages for layout in all_layouts),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Work, recv, send
 from dtcomm.compress.residuals import Residuals
-from dtcomm.compress.spec import message_codec
+from dtcomm.compress.spec import choose_feedback, message_codec
 from dtcomm.compress.traffic import Traffic
 from dtcomm.torch_compat import autograd_apply
 
@@ -256,8 +256,8 @@ class Receiver(_LinkEnd):
         codec: Codec of the activations, a spec or a `Codec`. Default: ``"none"``.
         backward_codec: Codec of the gradients. Default: that of the activations.
         feedback: Error feedback: keep the error of each encoded gradient and add it to the next gradient of the same
-            shape. Pays where the gradients of successive steps are alike, as with few bits and large batches. Default:
-            False.
+            shape. Pays where the gradients of successive steps are alike, as with few bits and large batches.
+            ``"auto"``: as for `dtcomm.pipeline.compress`. Default: ``"auto"``.
         group: Process group that contains both ranks. Default: the default group.
         seed: Seed of stochastic rounding. Default: 0.
 
@@ -278,12 +278,12 @@ class Receiver(_LinkEnd):
         codec: str | Codec = "none",
         backward_codec: str | Codec | None = None,
         *,
-        feedback: bool = False,
+        feedback: bool | str = "auto",
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(peer, codec, backward_codec, group=group, seed=seed)
-        self.feedback = feedback
+        self.feedback, _ = choose_feedback(feedback, [self.backward_codec])
         self._residuals = Residuals()
 
     def __call__(

@@ -20,7 +20,7 @@ from dtcomm.arguments import require_bool
 from dtcomm.codecs import Codec
 from dtcomm.compress.models import wrong_type
 from dtcomm.compress.residuals import SampleReferences
-from dtcomm.compress.spec import message_codec, require_accurate
+from dtcomm.compress.spec import choose_feedback, message_codec, require_accurate
 from dtcomm.compress.traffic import Traffic
 from dtcomm.pipeline.exchange import (
     MESSAGES,
@@ -57,7 +57,7 @@ def compress(
     codec: str | Codec = "int8",
     *,
     backward_codec: str | Codec | None = None,
-    feedback: bool = False,
+    feedback: bool | str = "auto",
     save_residuals: bool = True,
     differences: bool = False,
     dynamic_shapes: bool = False,
@@ -75,7 +75,8 @@ def compress(
             rotation of TAH-Quant (He et al. 2025, arXiv:2506.01352). Default: ``"int8"``.
         backward_codec: Codec of their gradients. Default: that of the activations.
         feedback: Error feedback: keep what the encoding of a gradient lost and add it to the gradient of the same
-            micro-batch in the next step. Pays where the gradients of successive steps are alike. Default: False.
+            micro-batch in the next step. Pays where the gradients of successive steps are alike. ``"auto"``: True if
+            their codec loses more than 20 % of Gaussian numbers in one encoding, else False. Default: ``"auto"``.
         save_residuals: Whether `PipelineState.state_dict` has what feedback keeps. Default: True.
         differences: Send the difference to the activation of the same sample in the last epoch, as AQ-SGD does (Wang et
             al. 2022, arXiv:2206.01299), which allows 2 to 4 bits. Both ends keep an fp32 copy of the activations of
@@ -113,7 +114,6 @@ def compress(
         if isinstance(vars(stage).get("get_fwd_send_ops"), _Replaced):
             raise ValueError(f"stages: stage {stage.stage_index} is compressed already")
     options = {
-        "feedback": feedback,
         "save_residuals": save_residuals,
         "differences": differences,
         "dynamic_shapes": dynamic_shapes,
@@ -129,23 +129,26 @@ def compress(
     backward = (
         forward if backward_codec is None else message_codec(backward_codec, "backward_codec", MESSAGES)
     )
+    chosen, reason = choose_feedback(feedback, [backward])
+    if not isinstance(chosen, bool):
+        raise ValueError(f"feedback: {feedback!r}; valid for pipelines: True, False, 'auto'")
     if not allow_inaccurate:
         if not differences:
             require_accurate(forward, "codec", ACTIVATIONS, "differences=True")
-        if not feedback:
+        if not chosen:
             argument = "codec" if backward_codec is None else "backward_codec"
             require_accurate(backward, argument, GRADIENTS, "feedback=True")
     settings = _Settings(
         forward=forward,
         backward=backward,
-        feedback=feedback,
+        feedback=chosen,
         differences=differences and not env.disabled(),
         dynamic_shapes=dynamic_shapes,
     )
     policy = f"activations {forward}{' (differences)' if differences else ''}, gradients {backward}"
-    state = PipelineState(listed[0].group, torch.device(listed[0].device), policy, feedback)
+    state = PipelineState(listed[0].group, torch.device(listed[0].device), policy, chosen, reason)
     state.save_residuals = save_residuals
-    state.arguments = {"codec": codec, "backward_codec": backward_codec, **options}
+    state.arguments = {"codec": codec, "backward_codec": backward_codec, "feedback": feedback, **options}
     for stage in listed:
         state.add_stage(_StageMessages(stage, settings, state))
     return state

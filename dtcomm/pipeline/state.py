@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +15,10 @@ from dtcomm.collectives import all_gather
 from dtcomm.compress import checkpoint
 from dtcomm.compress.report import Report
 from dtcomm.compress.reporting import Reporting
-from dtcomm.compress.residuals import Residuals, SampleReferences, expand_saved
+from dtcomm.compress.residuals import Residuals, SampleReferences, expand_saved, log_feedback
 from dtcomm.compress.traffic import Traffic
 from dtcomm.pipeline.exchange import Exchange
 from dtcomm.profiling.summary import format_bytes
-
-_log = logging.getLogger("dtcomm")
 
 
 @dataclass(kw_only=True)
@@ -65,6 +62,7 @@ class PipelineState(Reporting):
         device: Device of the stages.
         policy: What was asked for, for reports.
         feedback: Whether gradients have error feedback.
+        feedback_reason: Why, if "auto" chose it.
 
     Attributes:
         exchange: The messages under way.
@@ -78,7 +76,12 @@ class PipelineState(Reporting):
     integration = "pipeline"
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, policy: str, feedback: bool
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        policy: str,
+        feedback: bool,
+        feedback_reason: str = "",
     ) -> None:
         self.arguments = {}
         self.exchange = Exchange()
@@ -87,7 +90,8 @@ class PipelineState(Reporting):
         self.samples: torch.Tensor | None = None
         self.steps = 0
         self.save_residuals = True
-        self._group, self._device, self._policy, self._feedback = group, device, policy, feedback
+        self._group, self._device, self._policy = group, device, policy
+        self._feedback, self._feedback_reason = feedback, feedback_reason
         self._stages: list[StageCounts] = []
         self._current = StepTimes()
         self._start: float | None = None
@@ -154,6 +158,7 @@ class PipelineState(Reporting):
             world_size=dist.get_world_size(self._group),
             policy=str(self),
             feedback=self._feedback,
+            feedback_reason=self._feedback_reason,
             steps=self.steps,
             residual_bytes=self.residuals.nbytes() + references,
             notes=self._notes(),
@@ -250,9 +255,11 @@ class PipelineState(Reporting):
         self.times, self._start, self._started_work = self._current, None, False
         self.steps += 1
         self.samples = None
-        if self.steps == 1 and (size := self.residuals.nbytes()):
-            _log.info(
-                "dtcomm.pipeline: error feedback keeps %s of residuals on this rank", format_bytes(size)
+        if self.steps == 1:
+            size = self.residuals.nbytes()
+            memory = f"{format_bytes(size)} of residuals" if size else ""
+            log_feedback(
+                "dtcomm.pipeline", memory, "" if self._feedback and not size else self._feedback_reason
             )
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from dtcomm.compress.bucket import BucketAverager, BucketLayout, Segment, build_
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import DGC, Feedback
 from dtcomm.compress.policy import CodecChoice, Policy, as_policy
-from dtcomm.compress.spec import Scheme
+from dtcomm.compress.spec import Scheme, choose_feedback
 from dtcomm.kernels import counter_rng, local_tasks, ops
 from dtcomm.work import COMPLETED, Work
 
@@ -118,7 +118,7 @@ class SimulatedRanks:
         ranks: int,
         parameters: Sequence[tuple[str, torch.Tensor]],
         *,
-        feedback: bool | str | Feedback = True,
+        feedback: bool | str | Feedback = "auto",
         residual: str = "fp32",
         seed: int = 0,
     ) -> None:
@@ -126,6 +126,7 @@ class SimulatedRanks:
         self.parameters = list(parameters)
         self.all_reduce = SimulatedAllReduce(ranks)
         schemes = [rule.codec for rule in self.policy.rules]
+        feedback, _ = choose_feedback(feedback, schemes)
         self.error_states = [ErrorState(feedback, residual, schemes) for _ in range(ranks)]
         reduces = [self.all_reduce.for_next_rank() for _ in range(ranks)]
         self._averagers = [BucketAverager("one_shot", None, seed, all_reduce=reduce) for reduce in reduces]
@@ -233,7 +234,7 @@ class SimulatedLocalSGD:
         outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
         delay: int = 0,
         mixing: float = 1.0,
-        feedback: bool | str | Feedback = True,
+        feedback: bool | str | Feedback = "auto",
     ) -> None:
         self._replicas = [dict(replica.named_parameters()) for replica in replicas]
         self.common = {name: weight.detach().clone() for name, weight in self._replicas[0].items()}

@@ -56,7 +56,8 @@ class ElasticLocalSGD(LocalSGD):
         coordinator: The address of the `Coordinator`, ``"host:port"`` or ``"[IPv6 address]:port"``.
         every: As for `LocalSGD`, and so are the other options.
         codec: As for `LocalSGD`.
-        feedback: True or False; others cannot follow a change of ranks. Default True.
+        feedback: True, False or "auto", as for `dtcomm.ddp.compress`; others cannot follow a change of ranks. Default
+            "auto".
         state: What `state_dict` returned in an earlier run; the members with the most steps give theirs to the others.
             Default None.
         timeout_s: Seconds after which a rank that does not take part, or the coordinator, counts as gone. Default 60.
@@ -90,7 +91,7 @@ class ElasticLocalSGD(LocalSGD):
         coordinator: str,
         every: int = 16,
         codec: str | Scheme | Policy = "int8",
-        feedback: bool = True,
+        feedback: bool | str = "auto",
         *,
         state: Mapping[str, Any] | None = None,
         timeout_s: float = 60.0,
@@ -99,8 +100,8 @@ class ElasticLocalSGD(LocalSGD):
     ) -> None:
         if given := [key for key in _NOT_ELASTIC if key in options]:
             raise ValueError(f"{given[0]}: not possible with ElasticLocalSGD, whose group changes")
-        if not isinstance(feedback, bool):
-            raise ValueError(f"feedback: {feedback!r}; valid with ElasticLocalSGD: True, False")
+        if feedback not in (True, False, "auto"):
+            raise ValueError(f"feedback: {feedback!r}; valid with ElasticLocalSGD: True, False, 'auto'")
         if dist.is_initialized():
             text = "ElasticLocalSGD makes the default process group itself"
             raise ValueError(f"torch.distributed: is initialised already; {text}")

@@ -31,7 +31,7 @@ class Job:
         flash: Whether attention is computed block by block, without storing scores.
         sequence_parallel: Whether tensor parallelism divides norms and dropouts too (Korthikanti et al. 2022).
         states: The optimizer's fp32 values for each parameter, 2 for Adam.
-        feedback: Codecs that need error feedback for sharded gradients too; DDP has it with every codec.
+        feedback: Codecs of gradients that have error feedback.
         trainable: Parameters that learn, such as those of LoRA; None: all.
 
     Raises:

@@ -240,7 +240,7 @@ def job_memory(job: Job, layout: Layout) -> JobMemory:
     if layout.cp > 1:
         buffers += 4 * itemsize * tokens * model.kv_width / layout.tp
     # Residuals are kept as the integrations choose by default.
-    kept_form = "fp32" if layout.stage == "ddp" or layout.codec("dp") in job.feedback else "none"
+    kept_form = "fp32" if layout.codec("dp") in job.feedback else "none"
     has_residuals = layout.replicas > 1 and parse(layout.codec("dp")).name != "none"
     return JobMemory(
         parameters=parameters, gradients=gradients, optimizer=optimizer, activations=activations, buffers=buffers,

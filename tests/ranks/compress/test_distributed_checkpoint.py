@@ -34,7 +34,7 @@ from tests.unit.ddp.models import Net, backward, batch, wrapped
 
 def save(rank: int, n: int, path: Path) -> dict[str, Any]:
     model = wrapped()
-    state = ddp.compress(model, "int4")
+    state = ddp.compress(model, "int4", feedback=True)
     for step in range(3):
         backward(model, rank, step)
     checkpoint.save({"model": model.state_dict(), "compression": Checkpointed(state)}, checkpoint_id=path)
@@ -43,7 +43,7 @@ def save(rank: int, n: int, path: Path) -> dict[str, Any]:
 
 def load(rank: int, n: int, path: Path) -> dict[str, Any]:
     model = wrapped()
-    state = ddp.compress(model, "int4")
+    state = ddp.compress(model, "int4", feedback=True)
     restore(state, path, "compression")
     restored = dict(state.state_dict())
     backward(model, rank, 3)
@@ -52,7 +52,7 @@ def load(rank: int, n: int, path: Path) -> dict[str, Any]:
 
 def load_with_torch(rank: int, n: int, path: Path) -> dict[str, Any]:
     model = wrapped()
-    state = ddp.compress(model, "int4")
+    state = ddp.compress(model, "int4", feedback=True)
     target = {"model": model.state_dict(), "compression": Checkpointed(state)}
     checkpoint.load(target, checkpoint_id=path)
     return dict(state.state_dict())
@@ -81,7 +81,7 @@ def test_residuals_keep_their_sum_on_another_number_of_ranks(before: int, after:
 
 def check_refusals(rank: int, n: int, path: Path) -> None:
     model = wrapped()
-    state = ddp.compress(model, "int4")
+    state = ddp.compress(model, "int4", feedback=True)
     backward(model, rank, 0)
     with pytest.raises(ValueError, match=r"key: no compressor was saved under 'other'.*compression"):
         restore(state, path, "other")
@@ -124,7 +124,7 @@ def of_sharded_optimizer(spec: str) -> tuple[Compressor, Callable[[], object]]:
 def of_local_sgd(spec: str) -> tuple[Compressor, Callable[[], object]]:
     model = Net()
     outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9)
-    local = LocalSGD(model, 2, spec, outer=outer, delay=1)
+    local = LocalSGD(model, 2, spec, feedback=True, outer=outer, delay=1)
 
     def step() -> None:
         for number in range(3):
@@ -148,7 +148,7 @@ def of_pipeline(spec: str, **options: bool) -> tuple[Compressor, Callable[[], ob
 
 
 DAMAGED: dict[str, Callable[[], tuple[Compressor, Callable[[], object]]]] = {
-    "ddp": partial(of_ddp, "int4", guard=ddp.Guard(on_harm="warn")),
+    "ddp": partial(of_ddp, "int4", feedback=True, guard=ddp.Guard(on_harm="warn")),
     "ddp, dgc": partial(of_ddp, "dgc:ratio=0.1"),
     "ddp, ef21": partial(of_ddp, "topk:ratio=0.1", feedback="ef21"),
     "ddp, powersgd": partial(of_ddp, "powersgd:rank=2"),

@@ -74,12 +74,13 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         "codec: OwnCodec has no kernels; dtcomm.codecs.custom makes a codec of",
     ),
-    ({"feedback": "ef"}, ValueError, "feedback: 'ef'; valid: True, False, 'residual', 'ef21', 'diana'"),
+    ({"feedback": "ef"}, ValueError, "feedback: 'ef'; valid: True, False, 'auto', 'residual', 'ef21'"),
     (
         {"exclude": "haed"},
         ValueError,
         r"exclude: 'haed' matches no parameter and no module \(did you mean 'head'\?\)",
     ),
+    ({"residual": "int8"}, ValueError, "residual: 'int8' is for error feedback, which is off"),
     ({"exclude": [3]}, TypeError, "exclude: expected patterns of names, got int"),
 ]
 

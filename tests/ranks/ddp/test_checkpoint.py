@@ -28,15 +28,15 @@ def from_bytes(data: bytes) -> Any:
 def compare_resumed(rank: int, world_size: int, spec: str) -> bool:
     """Return whether eight steps equal four steps, a checkpoint, a new DDP model, and four more steps."""
     uninterrupted, first = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
-    ddp.compress(uninterrupted, spec, seed=7)
-    state = ddp.compress(first, spec, seed=7)
+    ddp.compress(uninterrupted, spec, feedback=True, seed=7)
+    state = ddp.compress(first, spec, feedback=True, seed=7)
     train(uninterrupted, rank, range(8))
     train(first, rank, range(4))
     checkpoint = to_bytes({"model": first.module.state_dict(), "compression": state.state_dict()})
 
     # Another seed for the weights and the default buckets: only the checkpoint makes them equal.
     second = wrapped(seed=1)
-    state = ddp.compress(second, spec)
+    state = ddp.compress(second, spec, feedback=True)
     values = from_bytes(checkpoint)
     second.module.load_state_dict(values["model"])
     state.load_state_dict(values["compression"])
@@ -55,7 +55,7 @@ def test_a_resumed_run_continues_bit_for_bit(ranks: int, spec: str) -> None:
 
 def save(rank: int, world_size: int) -> bytes:
     model = wrapped(**SMALL_BUCKETS)
-    state = ddp.compress(model, "int8")
+    state = ddp.compress(model, "int8", feedback=True)
     train(model, rank, range(3))
     return to_bytes(state.state_dict())
 
@@ -63,7 +63,7 @@ def save(rank: int, world_size: int) -> bytes:
 def load(rank: int, world_size: int, checkpoints: list[bytes]) -> tuple[bytes, str]:
     states = [from_bytes(checkpoint) for checkpoint in checkpoints]
     model = wrapped()
-    state = ddp.compress(model, "int8")
+    state = ddp.compress(model, "int8", feedback=True)
     message = ""
     try:
         state.load_state_dict(states[0])
@@ -93,7 +93,7 @@ def test_residuals_keep_their_sum_when_the_world_size_changes(before: int, after
 
 
 def check_refusals(rank: int, world_size: int) -> list[str]:
-    state = ddp.compress(wrapped(), "int8")
+    state = ddp.compress(wrapped(), "int8", feedback=True)
     good = state.state_dict()
     bad: list[Any] = [
         {**good, "version": 99},

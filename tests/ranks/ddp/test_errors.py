@@ -19,7 +19,7 @@ from tests.unit.ddp.models import SMALL_BUCKETS, backward, wrapped
 def train_with_misfit_residual(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, str, str]:
     """Return the errors of two backward passes and of the state, with a residual of the wrong size on every rank."""
     model = wrapped(**options)
-    state = ddp.DDPState("int8")
+    state = ddp.DDPState("int8", feedback=True)
     model.register_comm_hook(state, ddp.hook)
     good = state.state_dict()
     # A bare state cannot check names and sizes before it has seen the parameters.

@@ -34,7 +34,7 @@ def residuals(state: ddp.DDPState, like: dict[str, torch.Tensor]) -> dict[str, t
 def largest_mass_error(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:
     """Return the largest relative difference between inputs and outputs, over all steps and parameters."""
     model = wrapped(**SMALL_BUCKETS, **options)
-    state = ddp.compress(model, spec)
+    state = ddp.compress(model, spec, feedback=True)
     before: dict[str, torch.Tensor] = {}
     gap = 0.0
     for step in range(5):
@@ -72,7 +72,7 @@ def test_an_unused_parameter_keeps_its_residual() -> None:
 def train_partly_used(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Only rank 0 uses the branch after the first step; return the totals of inputs and of outputs."""
     model = wrapped(find_unused_parameters=True)
-    state = ddp.compress(model, "int8")
+    state = ddp.compress(model, "int8", feedback=True)
     total_input = torch.zeros(48, 48, dtype=torch.float64)
     total_output = torch.zeros(48, 48, dtype=torch.float64)
     for step in range(4):
@@ -108,7 +108,7 @@ def test_error_is_measured_without_feedback_and_no_residual_is_kept() -> None:
 def train_with_bad_loss(rank: int, world_size: int, bad: float, spec: str) -> tuple[list[bool], bool]:
     """Return whether each step's gradients were finite, and all residuals; rank 1's own are ``bad`` in step 1."""
     model = wrapped()
-    state = ddp.compress(model, spec)
+    state = ddp.compress(model, spec, feedback=True)
     finite = []
     for step in range(4):
         model.zero_grad()
@@ -130,7 +130,7 @@ def test_nan_and_inf_reach_every_rank_and_are_gone_at_the_next_step(bad: float, 
 def train_with_grad_scaler(rank: int, world_size: int) -> tuple[list[float], list[bool], float]:
     """Return the scale after each step, whether the step was taken, and the difference to an uncompressed run."""
     model, plain = wrapped(), wrapped()
-    ddp.compress(model, "int8")
+    ddp.compress(model, "int8", feedback=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)

@@ -155,7 +155,7 @@ def test_compression_is_blamed_for_overflows_that_it_causes() -> None:
 
 def train_with_stale_residual(rank: int, world_size: int) -> tuple[Events, float]:
     model = wrapped(**SMALL_BUCKETS)
-    state = ddp.compress(model, "int8", sample_every=2)
+    state = ddp.compress(model, "int8", feedback=True, sample_every=2)
     train(model, rank, range(2))
     saved = state.state_dict()
     for residual in saved["residuals"].values():

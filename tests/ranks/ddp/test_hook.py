@@ -188,9 +188,9 @@ def test_no_sync_accumulates_as_plain_ddp_does() -> None:
 def compare_bare_state(rank: int, world_size: int) -> tuple[dict[str, Any], bool]:
     """Compare the state and hook that frameworks register with `compress`: equal gradients, other names."""
     bare, compressed = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
-    state = ddp.DDPState("int8")
+    state = ddp.DDPState("int8", feedback=True)
     bare.register_comm_hook(state, ddp.hook)
-    ddp.compress(compressed, "int8")
+    ddp.compress(compressed, "int8", feedback=True)
     for step in range(4):
         for model in (bare, compressed):
             model.zero_grad()

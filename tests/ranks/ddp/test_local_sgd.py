@@ -179,7 +179,7 @@ def compare_single_rank(rank: int, world_size: int, spec: str, options: dict[str
         ("topk", {"feedback": "ef21"}),
         ("dgc", {}),
         ("powersgd", {}),
-        ("int4", {"residual": "bf16"}),
+        ("int4", {"feedback": True, "residual": "bf16"}),
     ],
 )
 def test_compression_on_a_single_rank_changes_nothing(spec: str, options: dict[str, Any]) -> None:

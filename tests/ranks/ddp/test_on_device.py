@@ -74,7 +74,7 @@ class Bucket:
 def run_steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[torch.Tensor], ddp.DDPState]:
     """Return the means of some steps, in one of which rank 1 contributes a NaN, and the state."""
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    state = ddp.DDPState(parameters=parameters.items(), sample_every=2, **options)
+    state = ddp.DDPState(parameters=parameters.items(), sample_every=2, **{"feedback": True, **options})
     buckets = [Bucket(index, parameters, on_device) for index in range(len(BUCKETS))]
     means = []
     for step in range(STEPS):
@@ -127,7 +127,9 @@ def launches_of_passes(
     counts = []
     with fake_cuda_rank(RecordedStreams()):
         parameters = {name: torch.zeros(shape, requires_grad=True) for name, shape in SHAPES.items()}
-        state = ddp.DDPState("int8", parameters=parameters.items(), guard=guard, sample_every=sample_every)
+        state = ddp.DDPState(
+            "int8", feedback=True, parameters=parameters.items(), guard=guard, sample_every=sample_every
+        )
         if uses is not None:
             state._reducer.track_use(parameters.values())
         buckets = [Bucket(index, parameters, True) for index in range(len(BUCKETS))]

@@ -97,7 +97,13 @@ def use_tp(**options: Any) -> None:
 
 CASES: list[tuple[Callable[..., None], str, dict[str, Any], dict[str, Any], str]] = [
     (use_ddp, "dtcomm.ddp.compress", {}, {"feedback": False}, '{"feedback": "False"}'),
-    (use_ddp, "dtcomm.ddp.compress", {}, {"residual": "int8"}, '{"residual": "int8"}'),
+    (
+        use_ddp,
+        "dtcomm.ddp.compress",
+        {"feedback": True},
+        {"feedback": True, "residual": "int8"},
+        '{"residual": "int8"}',
+    ),
     (use_fsdp, "dtcomm.fsdp.compress", {}, {"sample_every": 7}, '{"sample_every": "7"}'),
     (use_sharded_optimizer, "ShardedOptimizer", {}, {"feedback": True}, '"feedback": "True"'),
     (use_local_sgd, "LocalSGD", {"every": 2}, {"every": 3}, '{"every": "3"}'),

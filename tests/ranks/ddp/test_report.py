@@ -19,7 +19,7 @@ MATRIX = WIDTH * WIDTH
 
 def train_and_report(rank: int, world_size: int, spec: str) -> tuple[dict[str, Any], str]:
     model = wrapped(**SMALL_BUCKETS)
-    state = ddp.compress(model, spec)
+    state = ddp.compress(model, spec, feedback=True)
     train(model, rank, range(STEPS))
     report = state.report()
     return report.to_dict(), str(report)
@@ -74,7 +74,7 @@ def collect_uncompressed(
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width)).to(dtype)
     model = DistributedDataParallel(net)
-    state = ddp.compress(model, spec, warmup=2)
+    state = ddp.compress(model, spec, feedback=True, warmup=2)
     for _ in range(5):
         model(torch.randn(2, width, dtype=dtype)).sum().backward()
     logging.getLogger("dtcomm").removeHandler(handler)

@@ -16,8 +16,9 @@ from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, local_grad
 
 #: Compressors with state, and their options.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "error feedback": ("int4", {}),
-    "stochastic": ("int4:round=stochastic", {"seed": 3}),
+    "error feedback": ("int4", {"feedback": True}),
+    "no feedback": ("int4", {}),
+    "stochastic": ("int4:round=stochastic", {"feedback": True, "seed": 3}),
     "in bf16": ("topk:ratio=0.05", {"residual": "bf16"}),
     "in 8 bit": ("int2", {"residual": "int8"}),
     "EF21": ("topk:ratio=0.05", {"feedback": "ef21"}),
@@ -118,7 +119,7 @@ def train_and_report(
 
 
 def test_the_report_states_the_memory() -> None:
-    memory, text = run_ranks(train_and_report, 2, "int8", {"residual": "bf16"})[0]
+    memory, text = run_ranks(train_and_report, 2, "int8", {"feedback": True, "residual": "bf16"})[0]
     matrices = 3 * 48 * 48
     assert memory["residuals in bf16"] == pytest.approx(2 * matrices, rel=0.01)
     assert 4 * 48 * 48 <= memory["fp32 within a step"] <= 4 * matrices

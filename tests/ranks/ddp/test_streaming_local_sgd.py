@@ -121,7 +121,7 @@ def test_impossible_fragments_are_refused(fragments: Any, pattern: str, every: i
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "int4, late and mixed": ("int4", {"fragments": 3, "delay": 2, "mixing": 0.5}),
+    "int4, late and mixed": ("int4", {"fragments": 3, "delay": 2, "mixing": 0.5, "feedback": True}),
     "mxfp4": ("mxfp4", {"fragments": 2, "delay": 4, "pattern": "sequential"}),
     "int2, several in flight": ("int2", {"fragments": 5, "delay": 5, "mixing": 0.75}),
     "PowerSGD": ("powersgd:rank=2,alternate=true", {"fragments": 2, "delay": 1}),

@@ -45,7 +45,7 @@ def compare_to_all_reduce(rank: int, world_size: int, spec: str, algorithm: str,
     put_on_two_hosts(rank)
     os.environ["DTCOMM_RUNTIME"] = runtime
     model = wrapped(**SMALL_BUCKETS)
-    state = ddp.compress(model, spec, algorithm=algorithm)
+    state = ddp.compress(model, spec, feedback=True, algorithm=algorithm)
     named_algorithm = "hierarchical" if algorithm == "direct" else algorithm
     residuals = {name: torch.zeros(NUMEL) for name in MATRICES}
     gap = 0.0
@@ -161,14 +161,14 @@ def compare_resumed(rank: int, world_size: int) -> None:
     """Check that a run resumed with other buckets ends with the bits of an uninterrupted one."""
     put_on_two_hosts(rank)
     uninterrupted, interrupted = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
-    ddp.compress(uninterrupted, "int8/int4:round=stochastic")
-    first = ddp.compress(interrupted, "int8/int4:round=stochastic")
+    ddp.compress(uninterrupted, "int8/int4:round=stochastic", feedback=True)
+    first = ddp.compress(interrupted, "int8/int4:round=stochastic", feedback=True)
     train(uninterrupted, rank, range(6))
     train(interrupted, rank, range(3))
     saved = first.state_dict()
     assert set(saved["residuals"]) == set(MATRICES)
     continued = DistributedDataParallel(interrupted.module)  # one bucket
-    second = ddp.compress(continued, "int8/int4:round=stochastic")
+    second = ddp.compress(continued, "int8/int4:round=stochastic", feedback=True)
     second.load_state_dict(saved)
     train(continued, rank, range(3, 6))
     for name, parameter in uninterrupted.module.named_parameters():

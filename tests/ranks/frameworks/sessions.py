@@ -132,7 +132,7 @@ def accelerate_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Loss
     forget_accelerate()
     warnings = Warnings()
     accelerator = Accelerator(cpu=True)
-    attached = ddp.attach(accelerator, SPEC)
+    attached = ddp.attach(accelerator, SPEC, feedback=True)
     model, losses = train_with_accelerate(accelerator, folder, mode, partial(maybe_die, rank, mode))
     check_training(attached, model, losses, mode)
     return losses, warnings.lines
@@ -178,7 +178,7 @@ def trainer_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses,
     losses: Losses = {}
     limit = 2 if mode == KILLED else None
     trainer = make_trainer(folder, losses, partial(maybe_die, rank, mode), save_total_limit=limit)
-    attached = ddp.attach(trainer, SPEC)
+    attached = ddp.attach(trainer, SPEC, feedback=True)
     train_with_trainer(trainer, folder, mode)
     check_training(attached, trainer.model, losses, mode)
     return losses, warnings.lines
@@ -195,7 +195,9 @@ def local_sgd_session(
     trainer = make_trainer(folder, losses)
     options: dict[str, Any] = {"fragments": 2, "delay": 1, "mixing": 0.5, "exclude": "*.bias"}
     options["outer"] = lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
-    attached = local_sgd.attach(trainer, lambda model: local_sgd.LocalSGD(model, 3, SPEC, **options))
+    attached = local_sgd.attach(
+        trainer, lambda model: local_sgd.LocalSGD(model, 3, SPEC, feedback=True, **options)
+    )
     train_with_trainer(trainer, folder, mode)
     local = attached.state.local
     assert local.steps == EPOCHS * STEPS_PER_EPOCH
@@ -269,7 +271,7 @@ def lightning_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losse
     losses: Losses = {}
     module = make_lightning_module(losses, partial(maybe_die, rank, mode))
     trainer = make_lightning_trainer(rank, n, DDPStrategy(), folder)
-    attached = ddp.attach(trainer, SPEC)
+    attached = ddp.attach(trainer, SPEC, feedback=True)
     train_with_lightning(trainer, module, folder, mode)
     check_training(attached, module, losses, mode)
     return losses, warnings.lines

@@ -123,7 +123,7 @@ def accelerator_and_model(rank: int, n: int, spec: str) -> tuple[Any, Any, Any]:
 
     forget_accelerate()
     accelerator = Accelerator(cpu=True)
-    attached = ddp.attach(accelerator, spec)
+    attached = ddp.attach(accelerator, spec, feedback=True)
     return accelerator, attached, accelerator.prepare(make_net())
 
 
@@ -174,7 +174,7 @@ def save_and_load_own_state(rank: int, n: int, folder: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(make_net())
     assert isinstance(model, DistributedDataParallel)
-    state = ddp.compress(model, "int4")
+    state = ddp.compress(model, "int4", feedback=True)
     dtcomm.frameworks.save_with(accelerator, state)
     loss_of(model, {name: value[None] for name, value in data()[rank].items()}).backward()
     saved = residuals_of(state)

@@ -200,12 +200,12 @@ def test_errors_of_parameters_are_measured_and_reported(parameters: str, low: fl
     error = errors[parameters]
     assert error is not None and low < error < high and errors["none"] is None
     assert head == (
-        f"dtcomm ShardedOptimizer: gradients ef:topk:ratio=0.1, parameters {parameters}, feedback ef, rank 0 of 2"
+        f"dtcomm ShardedOptimizer: gradients ef:topk:ratio=0.1, parameters {parameters}, "
+        "feedback ef (auto: topk:ratio=0.1 loses 75%), rank 0 of 2"
     )
     (line,) = logged
-    assert line.startswith(
-        "dtcomm.fsdp.ShardedOptimizer: gradients='topk:ratio=0.1' needs error feedback, which is on"
-    )
+    assert line.startswith("dtcomm.fsdp.ShardedOptimizer: error feedback keeps ")
+    assert line.endswith(" on every rank (auto: topk:ratio=0.1 loses 75%)")
     assert elsewhere == []
 
 

@@ -35,7 +35,7 @@ def saved_states(run: SimulatedRanks) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spec", ["int4", "topk:ratio=0.05", "powersgd:rank=2"])
 def test_mass_is_conserved_to_the_rounding_of_stored_residuals(spec: str, form: str) -> None:
-    run = SimulatedRanks(spec, 2, LAYER, residual=form)
+    run = SimulatedRanks(spec, 2, LAYER, feedback=True, residual=form)
     old = torch.zeros(SHAPE, dtype=torch.float64)
     for step in range(6):
         inputs = gradients(2, step)
@@ -52,7 +52,7 @@ def test_mass_is_conserved_to_the_rounding_of_stored_residuals(spec: str, form: 
 
 @pytest.mark.parametrize(("form", "max_bytes_per_element"), [("fp32", 4.0), ("bf16", 2.01), ("int8", 1.1)])
 def test_the_memory_of_residuals_is_reported(form: str, max_bytes_per_element: float) -> None:
-    run = SimulatedRanks("int4", 2, LAYER, residual=form)
+    run = SimulatedRanks("int4", 2, LAYER, feedback=True, residual=form)
     run.average(gradients(2, 0))
     numel = SHAPE[0] * SHAPE[1]
     error_state = run.error_states[0]
@@ -76,10 +76,10 @@ def test_small_errors_accumulate_in_int8_residuals() -> None:
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 def test_a_loaded_state_continues_bit_for_bit_in_every_form(form: str) -> None:
-    whole = SimulatedRanks("int4", 2, LAYER, residual=form)
+    whole = SimulatedRanks("int4", 2, LAYER, feedback=True, residual=form)
     for step in range(3):
         whole.average(gradients(2, step))
-    resumed = SimulatedRanks("int4", 2, LAYER, residual=form)
+    resumed = SimulatedRanks("int4", 2, LAYER, feedback=True, residual=form)
     for rank, (error_state, state) in enumerate(zip(resumed.error_states, saved_states(whole), strict=True)):
         error_state.load(state, expand_saved(state["residuals"]), rank, 2)
     resumed.steps = 3
@@ -164,7 +164,11 @@ def test_means_survive_a_change_of_world_size(spec: str, feedback: bool | str, a
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"feedback": "ef22"}, "feedback: 'ef22'; valid: True, False, 'residual', 'ef21', 'diana'"),
+        ({"feedback": "ef22"}, "feedback: 'ef22'; valid: True, False, 'auto', 'residual', 'ef21', 'diana'"),
+        (
+            {"feedback": False, "form": "bf16", "schemes": [parse_scheme("int8")]},
+            "residual: 'bf16' is for error feedback, which is off; valid: 'fp32', or feedback=True",
+        ),
         ({"form": "fp64"}, "residual: 'fp64'; valid: fp32, bf16, int8"),
         ({"feedback": False, "schemes": [parse_scheme("dgc")]}, "does not go with dgc"),
         (

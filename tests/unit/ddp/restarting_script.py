@@ -23,7 +23,7 @@ def train(folder: Path, killed_at: int) -> tuple[int, float]:
     rank = dist.get_rank()
     own_path = folder / f"rank{rank}.pt"
     model = wrapped(**SMALL_BUCKETS)
-    state = ddp.compress(model, "int4")
+    state = ddp.compress(model, "int4", feedback=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     begin = 0
     # Ranks may end between two saves, so the run continues from the last step that all of them have.

@@ -105,11 +105,15 @@ def test_a_single_stage_runs(stage: Any) -> None:
         ({"codec": "int2"}, ValueError, "codec: int2 loses 66% of the activations.*differences=True"),
         ({"codec": "int9"}, ValueError, "codec: .*int9"),
         (
-            {"backward_codec": "sign"},
+            {"backward_codec": "sign", "feedback": False},
             ValueError,
             "backward_codec: sign loses .* of the gradients.*feedback=T",
         ),
-        ({"codec": "topk:ratio=0.01", "differences": True}, ValueError, "codec: topk.* of the gradients"),
+        (
+            {"codec": "topk:ratio=0.01", "differences": True, "feedback": False},
+            ValueError,
+            "codec: topk.* of the gradients",
+        ),
         ({"codec": "exact"}, ValueError, "codec: exact.* is for sums"),
         (
             {"codec": "lossless"},
@@ -118,7 +122,7 @@ def test_a_single_stage_runs(stage: Any) -> None:
         ),
         ({"codec": "int8/int4"}, ValueError, "codec: 'int8/int4' names a codec for each level of hosts"),
         ({"backward_codec": "lossless"}, ValueError, "backward_codec: lossless has payloads"),
-        ({"feedback": "auto"}, TypeError, "feedback: expected a bool, got str"),
+        ({"feedback": "ef21"}, ValueError, "feedback: 'ef21'; valid for pipelines: True, False, 'auto'"),
         (
             {"differences": True, "dynamic_shapes": True},
             ValueError,

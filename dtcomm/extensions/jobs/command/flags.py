@@ -41,8 +41,8 @@ LEAF_HOSTS = {RAILS: 32, FAT_TREE: 4}
 class TrainingModel:
     """A training step of data parallelism, on each rank; docs/guides/planning.md has a table of the fields.
 
-    None stands for a default: `DEFAULT_MFU`, the type of tensor cores for ``dtype``, DDP's or FSDP's ``feedback``, and
-    all parameters as ``trainable``. One of ``tokens`` and ``step_ms`` is not None.
+    None stands for a default: `DEFAULT_MFU`, the type of tensor cores for ``dtype``, the ``feedback`` of
+    "auto", and all parameters as ``trainable``. One of ``tokens`` and ``step_ms`` is not None.
     """
 
     params: float

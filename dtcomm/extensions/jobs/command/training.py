@@ -335,8 +335,8 @@ def _training_of_model(
     peak = system.device.peak_flops(model.compute_type) if model.flops is not None else 0.0
     rows: list[TrainingRow] = []
     for (codec, parameters), (step, buffer_bytes) in steps.items():
-        # Without feedback= the defaults of `dtcomm.ddp.compress` and `dtcomm.fsdp.compress`.
-        default = "fp32" if strategy == "DDP" or needs_feedback(codec) else "none"
+        # Without feedback= what `dtcomm.ddp.compress` and `dtcomm.fsdp.compress` do by default.
+        default = "fp32" if needs_feedback(codec) else "none"
         kept = "none" if codec.lossless(model.dtype) else model.feedback or default
         memory = rank_memory(size, system.ranks, STAGES[strategy], kept, capacity=capacity)
         rows.append(TrainingRow(

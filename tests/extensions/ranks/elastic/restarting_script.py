@@ -32,7 +32,7 @@ def total_residuals(state: Any) -> float:
 
 def train_ddp(path: Path, resumes: bool) -> dict[str, float]:
     model = wrapped(**SMALL_BUCKETS)
-    state = ddp.compress(model, "int4")
+    state = ddp.compress(model, "int4", feedback=True)
     if resumes:
         saved = {"model": model.module.state_dict()}
         dcp.load(saved, checkpoint_id=path)

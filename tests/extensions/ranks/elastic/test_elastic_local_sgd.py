@@ -69,7 +69,9 @@ def run(process: int, world_size: int, address: str, folder: str, options: dict[
         wait_for(lambda: (Path(folder) / "join").exists())
     model = make_model(seed=process)
     made = dict(options, outer=nesterov) if options.pop("outer", False) else options
-    local = ElasticLocalSGD(model, address, EVERY, "int4", timeout_s=20, name=f"process {process}", **made)
+    local = ElasticLocalSGD(
+        model, address, EVERY, "int4", feedback=True, timeout_s=20, name=f"process {process}", **made
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if process == 2:
         die_in_average(local, 3)
@@ -123,7 +125,9 @@ def conserve(process: int, world_size: int, address: str) -> dict[str, Any]:
     """Make averages, in the third of which process 2 dies; return what it should have conserved and what it left."""
     torch.set_num_threads(1)
     model = make_model(seed=process)
-    local = ElasticLocalSGD(model, address, EVERY, "int4", name=f"process {process}", timeout_s=20)
+    local = ElasticLocalSGD(
+        model, address, EVERY, "int4", feedback=True, name=f"process {process}", timeout_s=20
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     failed, count_failure = [], local._count_failure
 
@@ -175,7 +179,9 @@ def fall_silent(process: int, world_size: int, address: str, folder: str) -> tup
     """Make averages until all three take part again; process 2 stops in the second one, as a host without network."""
     torch.set_num_threads(1)
     model = make_model(seed=process)
-    local = ElasticLocalSGD(model, address, EVERY, "int4", name=f"process {process}", timeout_s=2)
+    local = ElasticLocalSGD(
+        model, address, EVERY, "int4", feedback=True, name=f"process {process}", timeout_s=2
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sizes = {len(local.view.names)}
     if process == 2:
@@ -220,7 +226,9 @@ def repeat(
     torch.set_num_threads(1)
     model = make_model(seed=0)
     made = dict(options, outer=nesterov)
-    local = ElasticLocalSGD(model, address, EVERY, "int4", timeout_s=20, name=f"process {process}", **made)
+    local = ElasticLocalSGD(
+        model, address, EVERY, "int4", feedback=True, timeout_s=20, name=f"process {process}", **made
+    )
     rank = local.view.rank  # the order of joining is not that of the processes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     complete, begin_group = LocalSGD._complete, local._begin_group
@@ -312,7 +320,9 @@ def join_wrongly(process: int, world_size: int, address: str, folder: str) -> An
     torch.set_num_threads(1)
     if process < 2:
         model = make_model(seed=process)
-        local = ElasticLocalSGD(model, address, EVERY, "int4", name=f"process {process}", timeout_s=20)
+        local = ElasticLocalSGD(
+            model, address, EVERY, "int4", feedback=True, name=f"process {process}", timeout_s=20
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         if process == 0:
             (Path(folder) / "begun").touch()
@@ -424,7 +434,9 @@ def go_on(process: int, world_size: int, address: str, folder: str) -> dict[str,
     """Train; wait at step 6 for the parent, who restarts the coordinator; then process 2 dies in an average."""
     torch.set_num_threads(1)
     model = make_model(seed=process)
-    local = ElasticLocalSGD(model, address, EVERY, "int4", timeout_s=20, name=f"process {process}")
+    local = ElasticLocalSGD(
+        model, address, EVERY, "int4", feedback=True, timeout_s=20, name=f"process {process}"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if process == 2:
         die_in_average(local, 3)
@@ -476,8 +488,10 @@ def continue_from_state(process: int, world_size: int, address: str, saved: Any)
     state = saved if process == 0 else None
     if state is not None:
         with pytest.raises(ValueError, match="steps"):
-            ElasticLocalSGD(model, address, EVERY, "int4", state={**saved, "steps": saved["steps"] + 1})
-    local = ElasticLocalSGD(model, address, EVERY, "int4", state=state, timeout_s=20)
+            ElasticLocalSGD(
+                model, address, EVERY, "int4", feedback=True, state={**saved, "steps": saved["steps"] + 1}
+            )
+    local = ElasticLocalSGD(model, address, EVERY, "int4", feedback=True, state=state, timeout_s=20)
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     local.close()
     return local.steps, weights
@@ -501,7 +515,7 @@ def test_the_member_with_a_saved_state_gives_it_to_the_others(monkeypatch: Any) 
 
 def saved_state(process: int, world_size: int, address: str) -> dict[str, Any]:
     model = make_model(seed=3)
-    local = ElasticLocalSGD(model, address, EVERY, "int4")
+    local = ElasticLocalSGD(model, address, EVERY, "int4", feedback=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(6):
         train_step(model, optimizer, step)
