@@ -149,7 +149,17 @@ def private_torch_names(
     trees = {path: ast.parse((texts or {}).get(path) or path.read_text()) for path in paths}
     own = _own_private_names(trees.values())
     own |= _own_private_names(ast.parse(path.read_text()) for path in stubs)
-    standard = {"_exit", "_asdict", "_replace", "_fields", "_make", "_getframe", "_name_", "_value_"}
+    standard = {
+        "_exit",
+        "_asdict",
+        "_replace",
+        "_fields",
+        "_make",
+        "_getframe",
+        "_name_",
+        "_value_",
+        "_actions",
+    }
     for path, tree in trees.items():
         for node in ast.walk(tree):
             name = ""

@@ -36,11 +36,7 @@ DESCRIPTION = "Predict the time of a collective, a training step or a whole job,
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that shows its arguments, and whose errors are one line, without the usage before it."""
-
-    @property
-    def actions(self) -> Sequence[argparse.Action]:
-        return self._actions
+    """A parser whose errors are one line, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
@@ -93,9 +89,9 @@ def _overview() -> str:
     return "\n".join([*lines, "", "dtcomm plan COMMAND --help describes a command."])
 
 
-def _takes(parser: _Parser, word: str) -> bool:
+def _takes(parser: argparse.ArgumentParser, word: str) -> bool:
     """Return whether a parser has a flag, also one that is shortened, or takes a name as its first argument."""
-    for action in parser.actions:
+    for action in parser._actions:
         if not action.option_strings:
             found = word in (action.choices or ())
         elif word.startswith("--"):
@@ -120,7 +116,7 @@ def _refuse_flags(chosen: _Parser, commands: Mapping[str, _Parser], words: Seque
             chosen.error(f"{flag} belongs to {' and '.join(owners)}")
         if flag.lstrip("-").replace("-", "_") in flags.STEP_KEYS:
             chosen.error(f"{flag}: no such flag; step_ms and its like are keys of --model")
-        known = [name for action in chosen.actions for name in action.option_strings]
+        known = [name for action in chosen._actions for name in action.option_strings]
         chosen.error(f"{flag}: no such flag{suggest(flag, known)}")
 
 

@@ -112,12 +112,14 @@ def test_memory_of_activations_residuals_and_experts() -> None:
     kept, full = (job_memory(job, Layout(dp=16, stage="fsdp", recompute=kind)) for kind in ("none", "full"))
     assert kept.activations == kept.activations_kept == full.activations_kept
     assert full.activations == full.activations_full < kept.activations / 4
-    # DDP keeps fp32 residuals of its gradients for every lossy codec, FSDP only where a codec needs them.
-    assert job_memory(job, Layout(dp=16).with_codec("dp", "int8")).residuals == 4 * job.model.parameters
+    # fp32 residuals of gradients, only where a codec needs them.
+    replicated = Layout(dp=16).with_codec("dp", "int8")
+    assert job_memory(job, replicated).residuals == 0
     sharded = Layout(dp=16, stage="fsdp").with_codec("dp", "int8")
     assert job_memory(job, sharded).residuals == 0
     needing = replace(job, feedback=("int8",))
-    assert job_memory(needing, sharded).residuals == 4 * job.model.parameters
+    for layout in (replicated, sharded):
+        assert job_memory(needing, layout).residuals == 4 * job.model.parameters
     experts = job_on(model="mixtral-8x7b")
     one, eight = (job_memory(experts, Layout(dp=16, ep=ep)) for ep in (1, 8))
     saved = experts.model.expert_parameters * 7 / 8 * 2
