@@ -45,7 +45,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
         "none": {"codec": "none"},
         "int8": {"codec": "int8"},
         "int4": {"codec": "int4"},
-        "topk, feedback": {"codec": "topk", "feedback": True},
+        "topk, feedback": {"codec": "topk"},
         "powersgd": {"codec": "powersgd:rank=4"},
     },
     "fsdp": {
@@ -81,7 +81,7 @@ def train(
     finish = after
     if part == "ddp":
         model = DistributedDataParallel(model)
-        dtcomm.ddp.compress(model, **options)
+        dtcomm.ddp.compress(model, feedback=True, **options)
     elif part == "fsdp":
         mesh = init_device_mesh("cpu", (ranks,))
         for block in model.get_submodule("blocks").children():
@@ -91,7 +91,7 @@ def train(
     elif part == "tp":
         dtcomm.tp.compress(model, init_device_mesh("cpu", (ranks,)), plan=PLAN, **options)
     else:
-        averages = LocalSGD(model, every=10, **options)
+        averages = LocalSGD(model, every=10, feedback=True, **options)
         after, finish = averages.step, averages.sync
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
     losses = []

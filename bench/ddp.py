@@ -127,7 +127,7 @@ def attach(model: Any, name: str) -> Any:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif name in OURS:
-        return dtcomm.ddp.compress(model, sample_every=0, **OURS[name])
+        return dtcomm.ddp.compress(model, **{"feedback": True, "sample_every": 0} | OURS[name])
     return None
 
 

@@ -240,7 +240,7 @@ def training_step(spec: str, guarded: bool, found: Found) -> tuple[Callable[[], 
     wrapped = DistributedDataParallel(model.to(device), init_sync=False)
     state = None
     if spec:
-        state = ddp.compress(wrapped, spec, guard=ddp.Guard() if guarded else None)
+        state = ddp.compress(wrapped, spec, feedback=True, guard=ddp.Guard() if guarded else None)
     else:
         wrapped.register_comm_hook(None, leave_as_it_is)
     symbols = torch.randint(shape.vocabulary, (2 if found.rehearse else 8, shape.context), device=device)

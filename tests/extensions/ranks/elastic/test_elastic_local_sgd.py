@@ -345,7 +345,7 @@ def join_wrongly(process: int, world_size: int, address: str, folder: str) -> An
             import dtcomm
 
             dtcomm.__version__ = "0.0.9"
-        ElasticLocalSGD(model, address, EVERY, spec, timeout_s=20)
+        ElasticLocalSGD(model, address, EVERY, spec, feedback=True, timeout_s=20)
     except JoinRefused as error:
         return str(error)
     finally:

@@ -64,7 +64,7 @@ def test_gradients_weighted_by_samples_are_those_of_the_whole_batch() -> None:
 def keep_the_sum(rank: int, world_size: int, spec: str) -> float:
     """Return how far the means and the residuals are from the weighted gradients, while the sizes change."""
     model = wrapped()
-    state = ddp.compress(model, spec, algorithm="one_shot", guard=None)
+    state = ddp.compress(model, spec, feedback=True, algorithm="one_shot", guard=None)
     name = "first.weight"
     sent = torch.zeros(WIDTH * WIDTH, dtype=torch.float64)
     received = torch.zeros_like(sent)

@@ -52,7 +52,7 @@ def test_a_verdict_agrees_with_its_table(capsys: pytest.CaptureFixture[str]) -> 
     assert plan["verdicts"][0].startswith("on this system int8 pays at 1 MiB and from ")
 
 
-STEP = "step --system h100 --hosts 8 --model params=70e9,step_ms=2000,dtype=bf16 --codec int8".split()
+STEP = "step --system h100 --hosts 8 --model params=70e9,step_ms=2000,dtype=bf16,feedback=fp32 --codec int8".split()
 
 
 def test_a_step_has_one_verdict_which_is_that_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,10 +218,11 @@ def test_flops_and_mfu_give_the_time_of_computing(capsys: pytest.CaptureFixture[
 
 def test_prediction_of_a_model_on_a_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["step", "--inside", "memory", "--between", "1gbit", "--hosts", "2", "--per-host", "1"]
-    none, int8 = plan_as_json(capsys, *argv, "--model", "params=1e7,step_ms=50,dtype=bf16")["model"]["rows"]
+    argv += ["--codec", "none,int8,int2", "--model", "params=1e7,step_ms=50,dtype=bf16"]
+    none, int8, int2 = plan_as_json(capsys, *argv)["model"]["rows"]
     assert none["scaling_efficiency"] < int8["scaling_efficiency"] < 1
     assert int8["speedup"] > 1.5
-    assert (none["residual_bytes"], int8["residual_bytes"]) == (0, 0)
+    assert [row["residual_bytes"] for row in (none, int8, int2)] == [0, 0, 4e7]
 
 
 def test_communication_takes_time_of_the_cores_that_compute(capsys: pytest.CaptureFixture[str]) -> None:
