@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from dtcomm import env, torch_compat
 from dtcomm.arguments import require_factor, shares_options
-from dtcomm.collectives.groups import Announcement
+from dtcomm.collectives.groups import Announcement, GroupOrMesh, process_group_of
 from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import NONE, bucket_rows
 from dtcomm.compress.feedback import DGC, Feedback, common_momentum
@@ -82,7 +82,7 @@ class DDPState(Reporting):
     ``dtcomm.ddp.DDPState("int8")`` and ``dtcomm.ddp.hook``.
 
     Args:
-        group: The process group of the model; None is the default group.
+        group: The process group of the model, or one axis of a device mesh; None is the default group.
         parameters: (name, parameter) pairs, as of ``module.named_parameters()``. Without them a parameter is called
             ``parameter.K``, in the order in which buckets first contain them, which is the same in every process and
             run with the same model and bucket size. They also say over which ranks tensor parallelism cuts the model:
@@ -105,13 +105,13 @@ class DDPState(Reporting):
     def __init__(
         self,
         codec: str | Scheme | Policy = "int8",
-        group: dist.ProcessGroup | None = None,
+        group: GroupOrMesh = None,
         feedback: bool | str | Feedback = "auto",
         *,
         parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        options = checked(options)
+        options, group = checked(options), process_group_of(group, "dp")
         guard, candidates = options["guard"], options["candidates"]
         grad_scaler, timeline = options["grad_scaler"], options["timeline"]
         named = None if parameters is None else list(parameters)

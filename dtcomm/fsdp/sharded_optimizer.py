@@ -29,7 +29,7 @@ from dtcomm import torch_compat
 from dtcomm.arguments import require_bool, require_int, shares_options, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
-from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
+from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement, GroupOrMesh, process_group_of
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import exclusions
@@ -89,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             here, because the model itself is the reference. Default: ``"none"``.
         stage: ZeRO stage: 1 keeps whole gradients in ``parameter.grad``, 2 frees them bucket by bucket. Default: 2.
         bucket_bytes: Size of a bucket in bytes. Default: 25 MiB.
-        group: Process group. Default: all ranks.
+        group: Process group, or one axis of a device mesh. Default: all ranks.
         exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed, in
             buckets of their own. Default: nothing.
         **options: Options of compression, those below, and of the optimizer, such as ``lr``.
@@ -121,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         parameters: str | Codec = "none",
         stage: int = 2,
         bucket_bytes: int = 25 * MIB,
-        group: dist.ProcessGroup | None = None,
+        group: GroupOrMesh = None,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
@@ -132,7 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             given[name] = options.pop(name)  # type: ignore[literal-required]
         require_bool("allow_inaccurate", given["allow_inaccurate"])
         _require_options(optimizer, options)
-        self.stage, self.group = stage, group
+        self.stage, self.group = stage, (group := process_group_of(group, "dp"))
         groups = _named_groups(params)
         trainable = {
             name: parameter.numel()

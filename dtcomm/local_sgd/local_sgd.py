@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from dtcomm import env
 from dtcomm.arguments import shares_options
 from dtcomm.collectives import broadcast
-from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
+from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement, GroupOrMesh, process_group_of
 from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, bucket_rows, build_layout
 from dtcomm.compress.error_state import ErrorState
@@ -66,8 +66,8 @@ class LocalSGD(Reporting):
         every: The number of steps between two averages of a fragment. Default 16.
         codec: What the differences are compressed with, as for `dtcomm.ddp.compress`, but neither "auto" nor dgc.
             Default "int8".
-        group: The process group that averages; None is the default group. With islands: this rank's group of those
-            that have one rank of each island, at equal positions.
+        group: The process group that averages, or one axis of a device mesh; None is the default group. With islands:
+            this rank's group of those that have one rank of each island, at equal positions.
         feedback: Error feedback, as for `dtcomm.ddp.compress`. Default "auto".
 
     Attributes:
@@ -96,11 +96,11 @@ class LocalSGD(Reporting):
         model: torch.nn.Module,
         every: int = 16,
         codec: str | Scheme | Policy = "int8",
-        group: dist.ProcessGroup | None = None,
+        group: GroupOrMesh = None,
         feedback: bool | str | Feedback = "auto",
         **options: Unpack[Options],
     ) -> None:
-        options = checked(every, options)
+        options, group = checked(every, options), process_group_of(group, "dp")
         outer, guard = options["outer"], options["guard"]
         algorithm, sample_every = options["algorithm"], options["sample_every"]
         delay, mixing = options["delay"], options["mixing"]

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from dtcomm.arguments import complete_options, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
-from dtcomm.collectives.groups import host_groups
+from dtcomm.collectives.groups import GroupOrMesh, host_groups, process_group_of
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import Carried, Hop, make_hop, one_hot, sum_slots, unique_destinations, with_zero_row
 from dtcomm.moe.placement import Counts, Hosts, gather_tables
@@ -118,7 +118,7 @@ def dispatch(
     priorities: torch.Tensor | None = None,
     hierarchical: bool | None = None,
     encoded: Literal[False] = False,
-    group: dist.ProcessGroup | None = None,
+    group: GroupOrMesh = None,
     **options: Unpack[CodecOptions],
 ) -> tuple[torch.Tensor, Route]: ...
 
@@ -133,7 +133,7 @@ def dispatch(
     priorities: torch.Tensor | None = None,
     hierarchical: bool | None = None,
     encoded: Literal[True],
-    group: dist.ProcessGroup | None = None,
+    group: GroupOrMesh = None,
     **options: Unpack[CodecOptions],
 ) -> tuple[EncodedRows, Route]: ...
 
@@ -149,7 +149,7 @@ def dispatch(
     priorities: torch.Tensor | None = None,
     hierarchical: bool | None = None,
     encoded: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: GroupOrMesh = None,
     **options: Unpack[CodecOptions],
 ) -> tuple[torch.Tensor | EncodedRows, Route]:
     """Send each token to the ranks that hold its experts. Differentiable with respect to ``x``.
@@ -182,6 +182,7 @@ def dispatch(
         tokens, route = dtcomm.moe.dispatch(x, experts, 64)
         y = dtcomm.moe.combine(run_experts(tokens, route.counts), route, scores.softmax(-1))
     """
+    group = process_group_of(group, "ep")
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     choices = checked_choices(x, experts, num_experts, priorities, world_size)
     if capacity is not None:

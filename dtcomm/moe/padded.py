@@ -14,7 +14,7 @@ from dtcomm import torch_compat
 from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
-from dtcomm.collectives.groups import host_groups
+from dtcomm.collectives.groups import GroupOrMesh, host_groups, process_group_of
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import sum_slots, with_zero_row
@@ -133,7 +133,7 @@ def dispatch_padded(
     priorities: torch.Tensor | None = None,
     hierarchical: bool = False,
     encoded: Literal[False] = False,
-    group: dist.ProcessGroup | None = None,
+    group: GroupOrMesh = None,
     **options: Unpack[CodecOptions],
 ) -> tuple[torch.Tensor, PaddedRoute]: ...
 
@@ -148,7 +148,7 @@ def dispatch_padded(
     priorities: torch.Tensor | None = None,
     hierarchical: bool = False,
     encoded: Literal[True],
-    group: dist.ProcessGroup | None = None,
+    group: GroupOrMesh = None,
     **options: Unpack[CodecOptions],
 ) -> tuple[EncodedRows, PaddedRoute]: ...
 
@@ -164,7 +164,7 @@ def dispatch_padded(
     priorities: torch.Tensor | None = None,
     hierarchical: bool = False,
     encoded: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: GroupOrMesh = None,
     **options: Unpack[CodecOptions],
 ) -> tuple[torch.Tensor | EncodedRows, PaddedRoute]:
     """Send each token to the ranks that hold its experts, without waiting for the device. Differentiable in ``x``.
@@ -201,6 +201,7 @@ def dispatch_padded(
         rows, route = dtcomm.moe.dispatch_padded(x, experts, 64, capacity)
         y = dtcomm.moe.combine_padded(torch.bmm(rows, expert_weights), route, scores.softmax(-1))
     """
+    group = process_group_of(group, "ep")
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     choices = checked_choices(x, experts, num_experts, priorities, world_size)
     require_capacity(capacity)

@@ -1,0 +1,63 @@
+"""An argument has one name in all integrations, and one default; groups are given as groups or as axes of a mesh."""
+
+from __future__ import annotations
+
+import inspect
+
+from tests.support.structure import reference
+
+INTEGRATIONS = (
+    "dtcomm.context_parallel.",
+    "dtcomm.ddp.",
+    "dtcomm.extensions.elastic.",
+    "dtcomm.fsdp.",
+    "dtcomm.local_sgd.",
+    "dtcomm.moe.",
+    "dtcomm.pipeline.",
+    "dtcomm.tp.",
+)
+#: Made by the functions of their packages, and not by users.
+MADE_BY_FUNCTIONS = ("dtcomm.fsdp.FSDPState", "dtcomm.moe.MoEState", "dtcomm.pipeline.PipelineState")
+#: Words whose defaults differ, and why.
+DIFFERENT = {
+    "algorithm": "sums of gradients are measured with the direct one; the others choose by size",
+    "backward_codec": "None is the codec of the forward pass, which layers do not assume",
+    "codec": "layers compress nothing by themselves; experts have the format of their paper",
+    "gradients": "None is the preset's, which ShardedOptimizer does not have",
+    "hierarchical": "None is a choice by the number of hosts, for which padded rows know too little",
+    "parameters": "as gradients; those of DDPState are tensors",
+    "sample_every": "LocalSGD samples averages, and not steps",
+    "timeout_s": "the coordinator waits for connections, the ranks for averages",
+}
+
+
+def parameters() -> dict[str, dict[str, inspect.Parameter]]:
+    """Return the parameters of all integrations: name of the parameter → function → parameter."""
+    found: dict[str, dict[str, inspect.Parameter]] = {}
+    for name, value in reference().public().items():
+        if name.startswith(INTEGRATIONS) and name not in MADE_BY_FUNCTIONS:
+            for word, parameter in reference().option_parameters(value).items():
+                found.setdefault(word, {})[name] = parameter
+    return found
+
+
+PARAMETERS = parameters()
+
+
+def test_codecs_are_not_called_specs() -> None:
+    assert "spec" not in PARAMETERS and len(PARAMETERS["codec"]) > 5
+
+
+def test_a_word_has_the_same_default_everywhere() -> None:
+    differing = {
+        word
+        for word, functions in PARAMETERS.items()
+        if len({repr(p.default) for p in functions.values() if p.default is not inspect.Parameter.empty}) > 1
+    }
+    assert differing == set(DIFFERENT)
+    assert {p.default for p in PARAMETERS["feedback"].values()} == {"auto"}
+
+
+def test_groups_may_be_axes_of_a_mesh() -> None:
+    annotations = {name: str(parameter.annotation) for name, parameter in PARAMETERS["group"].items()}
+    assert len(annotations) > 5 and set(annotations.values()) == {"GroupOrMesh"}, annotations
