@@ -103,6 +103,10 @@ def _takes(parser: argparse.ArgumentParser, word: str) -> bool:
     return False
 
 
+def _named(names: Sequence[str]) -> str:
+    return f"dtcomm plan {' and '.join(part for part in (', '.join(names[:-1]), names[-1]) if part)}"
+
+
 def _flags(words: Sequence[str]) -> list[str]:
     return [word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)]
 
@@ -112,8 +116,8 @@ def _refuse_flags(chosen: _Parser, commands: Mapping[str, _Parser], words: Seque
     for flag in _flags(words):
         if _takes(chosen, flag):
             continue
-        if owners := [f"dtcomm plan {name}" for name, parser in commands.items() if _takes(parser, flag)]:
-            chosen.error(f"{flag} belongs to {' and '.join(owners)}")
+        if owners := [name for name, parser in commands.items() if _takes(parser, flag)]:
+            chosen.error(f"{flag} belongs to {_named(owners)}")
         if flag.lstrip("-").replace("-", "_") in flags.STEP_KEYS:
             chosen.error(f"{flag}: no such flag; step_ms and its like are keys of --model")
         known = [name for action in chosen._actions for name in action.option_strings]
@@ -127,9 +131,8 @@ def _refuse_command(parser: _Parser, commands: Mapping[str, _Parser], words: Seq
         [first, *_flags(words)] if any(_takes(other, first) for other in commands.values()) else _flags(words)
     )
     fits = [name for name, other in commands.items() if given and all(_takes(other, word) for word in given)]
-    meant = (
-        f"; these arguments belong to dtcomm plan {fits[0]}" if len(fits) == 1 else suggest(first, commands)
-    )
+    telling = 0 < len(fits) < len(commands)
+    meant = f"; these arguments belong to {_named(fits)}" if telling else suggest(first, commands)
     what = f"no command before {first}" if first.startswith("-") else f"{first!r} is not a command"
     parser.error(f"{what}; valid: {', '.join(commands)}{meant}")
 

@@ -76,13 +76,23 @@ def verdict(plan: JobPlan) -> str:
     return text
 
 
+def _best_method(methods: Sequence[SiteMethod]) -> str:
+    best, plain = methods[0], next(m for m in methods if m.method == "DDP" and m.codec == "none")
+    return (
+        f"{best.method} with {best.codec}: {time_name(best.seconds)} a step, "
+        f"{size_name(round(best.bytes_per_step))} a step from each site; DDP without a codec takes "
+        f"{time_name(plain.seconds)}, {plain.seconds / best.seconds:.1f} times as long"
+    )
+
+
 def as_dict(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -> dict[str, Any]:
     """Return JSON values; times in milliseconds, memory in bytes."""
     job, model = plan.job, plan.job.model
     wide, sites = options.wide_area, None
     if wide is not None:
         link = {"sites": wide.sites, "gbytes": wide.port.gbytes, "rtt_ms": wide.rtt_ms, "every": wide.every}
-        sites = {**link, "methods": [method.as_dict() for method in methods]}
+        best = _best_method(methods) if methods else None
+        sites = {**link, "verdict": best, "methods": [method.as_dict() for method in methods]}
     return {
         "version": 1,
         "model": {
@@ -123,7 +133,11 @@ def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod])
         )
     for note in system.notes:
         line(note, "yellow")
-    line(f"verdict: {verdict(plan)}", "bold")
+    if methods:
+        line(f"verdict across sites: {_best_method(methods)}", "bold")
+        line(f"inside a site: {verdict(plan)}")
+    else:
+        line(f"verdict: {verdict(plan)}", "bold")
     line(f"{plan.tried[0]:,} layouts are possible, {plan.tried[1]:,} fit in memory")
     if plan.winner is not None:
         out.print(_candidates_table(plan))
@@ -138,14 +152,6 @@ def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod])
     if options.wide_area is not None and methods:
         out.print(_sites_table(methods, options))
     out.assumed(ASSUMPTIONS)
-    if methods:
-        best, plain = methods[0], next(m for m in methods if m.method == "DDP" and m.codec == "none")
-        line(
-            f"across sites: {best.method} with {best.codec}: {time_name(best.seconds)} a step, "
-            f"{size_name(round(best.bytes_per_step))} a step from each site; DDP without a codec takes "
-            f"{time_name(plain.seconds)}, {plain.seconds / best.seconds:.1f} times as long",
-            "bold",
-        )
 
 
 def _candidates_table(plan: JobPlan) -> Table:

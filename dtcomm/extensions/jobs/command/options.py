@@ -224,12 +224,8 @@ def _hosts_and_ranks_per_host(arguments: argparse.Namespace, system: System) -> 
 
 def job_options(arguments: argparse.Namespace) -> JobOptions:
     """Return the job of ``dtcomm plan job``, or of ``dtcomm plan sites``."""
-    shape, system, specs, sites = (
-        arguments.model,
-        system_of(arguments),
-        codec_specs(arguments),
-        arguments.sites,
-    )
+    shape, sites = arguments.model, arguments.sites
+    system, specs = system_of(arguments), codec_specs(arguments)
     device = system.device
     if not device.tflops:
         raise ValueError(

@@ -341,10 +341,10 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
         ("collective --sites 2", "--sites belongs to dtcomm plan sites ("),
         ("job --model gpt2 --wan 1gbit", "--wan belongs to dtcomm plan sites ("),
         ("step --model 70B,step_ms=1 -b 1M", "-b belongs to dtcomm plan collective ("),
-        ("job --model gpt2 --cores=4", "--cores belongs to dtcomm plan collective and dtcomm plan step"),
+        ("job --model gpt2 --cores=4", "--cores belongs to dtcomm plan collective and step ("),
         (
             "collective --model 7B",
-            "--model belongs to dtcomm plan step and dtcomm plan job and dtcomm plan sites",
+            "--model belongs to dtcomm plan step, job and sites (",
         ),
         ("stp", "'stp' is not a command; valid: collective, step, job, sites (did you mean 'step'?)"),
         ("all_reduce --hosts 2", "these arguments belong to dtcomm plan collective"),
@@ -353,6 +353,7 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
             "no command before --model; valid: collective, step, job, sites; "
             "these arguments belong to dtcomm plan sites",
         ),
+        ("--model 7B,tokens=1", "these arguments belong to dtcomm plan step, job and sites ("),
         ("--hosts 2", "no command before --hosts; valid: collective, step, job, sites ("),
     ],
 )

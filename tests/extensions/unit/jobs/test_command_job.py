@@ -76,7 +76,11 @@ def test_sites(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     times = [method["step_ms"] for method in sites["methods"]]
     assert times == sorted(times)
     assert main(argv) == 0
-    assert "across sites: " in capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.index(f"verdict across sites: {sites['verdict']}") < text.index("inside a site: ")
+    assert (
+        sites["verdict"].startswith(f"{sites['methods'][0]['method']} with ") and text.count("verdict") == 1
+    )
 
 
 @pytest.mark.parametrize("command", [JOB, SITES])
