@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
@@ -33,7 +32,7 @@ from dtcomm import env, torch_compat
 from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
-from dtcomm.collectives.groups import Announcement
+from dtcomm.collectives.groups import Announcement, GroupOrMesh, process_group_of
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.models import refuse_join
@@ -265,20 +264,9 @@ def _observe_forward(model: torch.nn.Module, state: FSDPState) -> None:
     state.on_detach(model.register_forward_hook(end_inference).remove)
 
 
-def _attach_to_fsdp2(
-    state: FSDPState, model: torch.nn.Module, replicas: DeviceMesh | dist.ProcessGroup | None
-) -> None:
+def _attach_to_fsdp2(state: FSDPState, model: torch.nn.Module, replicas: GroupOrMesh) -> None:
     """Replace the collectives of all modules, after checking what can be refused."""
-    if isinstance(replicas, DeviceMesh):
-        if replicas.ndim != 1:
-            raise ValueError(
-                f"replicas: expected one dimension of a mesh, got {replicas.ndim}; valid: mesh['replicate'], say"
-            )
-        replicas = replicas.get_group()
-    if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
-        raise TypeError(
-            f"replicas: expected a DeviceMesh, a ProcessGroup or None, got {type(replicas).__name__}"
-        )
+    replicas = process_group_of(replicas, "replicate", "replicas")
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for name, module in modules:
         groups = torch_compat.fsdp2_parameter_groups(module)
@@ -406,9 +394,7 @@ class _Fsdp1Unit:
     group: dist.ProcessGroup | None
 
 
-def _attach_to_fsdp1(
-    state: FSDPState, model: FullyShardedDataParallel, replicas: DeviceMesh | dist.ProcessGroup | None
-) -> None:
+def _attach_to_fsdp1(state: FSDPState, model: FullyShardedDataParallel, replicas: GroupOrMesh) -> None:
     """Register `_reduce_fsdp1_gradient` on every unit of the FSDP1 root module ``model``.
 
     torch raises an error for hybrid strategies.
