@@ -52,7 +52,7 @@ def test_a_verdict_agrees_with_its_table(capsys: pytest.CaptureFixture[str]) -> 
     assert plan["verdicts"][0].startswith("on this system int8 pays at 1 MiB and from ")
 
 
-STEP = "step --system h100 --hosts 8 --model params=70e9,step_ms=2000,dtype=bf16,feedback=fp32 --codec int8".split()
+STEP = "step --system h100 --hosts 8 --model params=70e9,step_ms=2000,dtype=bf16 --codec int8".split()
 
 
 def test_a_step_has_one_verdict_which_is_that_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:
