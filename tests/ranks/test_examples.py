@@ -101,7 +101,7 @@ def test_the_loss_falls_and_the_report_has_a_verdict(name: str) -> None:
         pytest.importorskip(name.replace("hf_trainer", "transformers").removeprefix("hf_"))
     printed = on_two_hosts(name) if name == "two_hosts" else torchrun(name)
     course = losses(printed)
-    assert len(course) >= 4 and course[-1] < 0.7 * course[0], printed
+    assert len(course) >= 4 and course[-1] < 0.8 * course[0], printed
     assert name == "moe" or printed.count("\n  verdict ") == 1, printed
     assert name != "two_hosts" or "left this host" in printed
 
