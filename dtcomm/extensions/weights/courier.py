@@ -295,11 +295,11 @@ class Subscriber:
         """The version of the weights; None if it is not known."""
         return self.weights.version
 
-    def update(self, *, at_least: int = 0, timeout_s: float | None = None) -> int | None:
+    def update(self, *, at_least: int | None = None, timeout_s: float | None = None) -> int | None:
         """Receive and apply all versions up to the newest one.
 
         Args:
-            at_least: Wait for this version.
+            at_least: Wait for this version. Default None: wait for none.
             timeout_s: Seconds to wait for it; None: those of the subscriber.
 
         Returns:
@@ -316,7 +316,7 @@ class Subscriber:
         index, totals = b"", dict.fromkeys(("bytes", "weights_bytes", "elements", "changed"), 0)
         seconds = dict.fromkeys(("receive_s", "check_s", "pause_s"), 0.0)
         while True:
-            waits = (self.version is None or self.version < at_least) and at_least > 0
+            waits = at_least is not None and (self.version is None or self.version < at_least)
             wait_s = max(0.0, deadline - time.monotonic()) if index and waits else 0.0
             index = stores.read_store_index(self._source, index, wait_s)
             releases = stores.read_index(index)
@@ -331,7 +331,7 @@ class Subscriber:
                 time.sleep(_POLL_SECONDS)
                 index = b""
                 continue
-            if (self.version is not None and self.version >= at_least) or not at_least:
+            if at_least is None or (self.version is not None and self.version >= at_least):
                 break
             if time.monotonic() >= deadline:
                 raise CollectiveTimeout(

@@ -104,7 +104,7 @@ def test_all_ranks_of_the_mesh_decide_alike(action: str) -> None:
 def train_with_a_stale_residual(rank: int, ranks: int, style: str) -> list[tuple[int, str, str]]:
     mesh = dtcomm.mesh.make_mesh(dp=2, tp=2)
     model = make_model(mesh, style)
-    state = ddp.compress(model, "int8", sample_every=2)
+    state = ddp.compress(model, "int8", feedback=True, sample_every=2)
     for step in range(2):
         step_of(model, mesh, step)
     saved = state.state_dict()
