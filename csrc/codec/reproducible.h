@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "codec/counter_rng.h"
 #include "codec/float_bits.h"
@@ -55,5 +56,112 @@ DTCOMM_HD double to_integer(float x, double per_unit, double most) {
 // The weight of element `index` of a tensor in the checksum of its run: odd, so that any change of one integer shows.
 constexpr std::size_t kAuditRun = 4096;  // elements that share a checksum
 DTCOMM_HD std::uint64_t audit_weight(std::uint32_t index) { return static_cast<std::uint64_t>(mix32(index)) << 1 | 1U; }
+
+// Correctly rounded sums (`exact:rounded=true`). The elements of a block, of all ranks, are integers of at most `span`
+// binary digits times 2^low, the position below which no bit is set in any of them. They are cut into digits of
+// `low_digits` bits, whose sums leave room for the carries: 32-bit integers, and above them one 16-bit integer where
+// that suffices (a block of class BlockClass::middle), or as many 32-bit integers as the tensor needs
+// (BlockClass::wide).
+constexpr int kLowestPosition = -149;  // of the last bit of the smallest fp32 number
+enum class BlockClass { narrow, middle, wide };
+
+struct SumDigits {
+  std::size_t block;
+  std::size_t ranks;
+  std::size_t wide;          // 32-bit integers of an element of a block of class BlockClass::wide, above the first
+  const std::uint8_t* tops;  // for each block its exponent_of, of finite elements
+  const std::uint8_t* lows;  // for each block low_code of its lowest bit, 0 where all elements are zeros
+};
+
+// A byte that is larger for lower bits, so that ranks agree on a maximum: it says the position, rounded down to an odd
+// number (kLowestPosition is odd).
+DTCOMM_HD std::uint8_t low_code(int position) {
+  return static_cast<std::uint8_t>(255 - (position - kLowestPosition) / 2);
+}
+DTCOMM_HD int position_of(std::uint8_t low) { return low == 0 ? 0 : (255 - low) * 2 + kLowestPosition; }
+
+// The byte of a block from its largest and smallest magnitude but 0, and all of them or-ed.
+DTCOMM_HD std::uint8_t low_of(std::uint32_t top, std::uint32_t smallest, std::uint32_t any) {
+  if (top == 0) return 0;
+  int zeros = 0;
+  while (zeros < 23 && (any >> zeros & 1U) == 0) ++zeros;
+  const std::uint32_t exponent = smallest >> 23;
+  return low_code(kLowestPosition + static_cast<int>(exponent == 0 ? 0 : exponent - 1) + zeros);
+}
+
+// The binary digits of a block's elements.
+DTCOMM_HD int span_of(std::uint8_t top, std::uint8_t low) { return low == 0 ? 0 : top - 126 - position_of(low); }
+
+DTCOMM_HD BlockClass class_of(int span, std::size_t ranks) {
+  const int first = digits_of(32, ranks), second = digits_of(16, ranks);
+  if (span <= first) return BlockClass::narrow;
+  return second > 0 && span <= first + second ? BlockClass::middle : BlockClass::wide;
+}
+
+// The digits [at, at + count) of mantissa * 2^shift, whose bits below 2^0 are zeros.
+DTCOMM_HD std::uint32_t digits_at(std::uint32_t mantissa, int shift, int at, int count) {
+  const int down = at - shift;
+  if (down >= 24 || -down >= count) return 0;
+  const std::uint64_t bits = down >= 0 ? mantissa >> down : static_cast<std::uint64_t>(mantissa) << -down;
+  return static_cast<std::uint32_t>(bits & ((std::uint64_t{1} << count) - 1));
+}
+
+// The float nearest to `value`, whose last bit is set if that is not equal to it (round to odd): rounding it to fewer
+// bits gives what rounding `value` gives.
+DTCOMM_HD float round_to_odd(double value) {
+  const auto nearest = static_cast<float>(value);
+  const auto again = static_cast<double>(nearest);
+  std::uint32_t bits = bits_of(nearest);
+  if (again == value || (bits & 1U) || value != value) return nearest;
+  const double size = value < 0 ? -value : value, got = again < 0 ? -again : again;
+  return float_of(got > size ? bits - 1 : bits + 1);
+}
+
+constexpr std::size_t kMostDigits = 80;  // (277 bits + carries) / 4 bits, the fewest that a digit has
+
+// sums[0] + sums[1] * 2^bits + ..., divided, to 53 significant bits, the last of which is set if others were dropped.
+// `sums` has room for count + 1 digits, and is overwritten.
+inline double value_of_digits(std::int64_t* sums, std::size_t count, int bits, int position, std::uint64_t divisor) {
+  const auto carry_all = [&] {
+    std::int64_t carry = 0;
+    for (std::size_t k = 0; k < count; ++k) {
+      const std::int64_t digit = sums[k] + carry;
+      carry = digit >> bits;
+      sums[k] = digit - carry * (std::int64_t{1} << bits);
+    }
+    return carry;
+  };
+  std::int64_t top = carry_all();
+  const bool negative = top < 0;
+  if (negative) {  // of the normalized digits all but the last carry are positive
+    sums[count] = top;
+    for (std::size_t k = 0; k <= count; ++k) sums[k] = -sums[k];
+    const std::int64_t last = sums[count];
+    top = last + carry_all();
+  }
+  sums[count] = top;
+  std::uint64_t rest = 0;
+  for (std::size_t k = count + 1; k-- > 0;) {
+    const std::uint64_t digit = (rest << bits) + static_cast<std::uint64_t>(sums[k]);
+    sums[k] = static_cast<std::int64_t>(digit / divisor);
+    rest = digit % divisor;
+  }
+  std::uint64_t value = 0;
+  std::size_t k = count + 1;
+  while (k > 0 && value < (std::uint64_t{1} << 32)) value = (value << bits) + static_cast<std::uint64_t>(sums[--k]);
+  for (; rest != 0 && value < (std::uint64_t{1} << 32); position -= bits) {  // digits behind the point of the quotient
+    value = (value << bits) + (rest << bits) / divisor;
+    rest = (rest << bits) % divisor;
+  }
+  bool dropped = rest != 0;
+  for (std::size_t i = 0; i < k; ++i) dropped |= sums[i] != 0;
+  int exponent = position + static_cast<int>(k) * bits;
+  for (; value >= (std::uint64_t{1} << 53); ++exponent) {
+    dropped |= value & 1;
+    value >>= 1;
+  }
+  const double result = static_cast<double>(value | static_cast<std::uint64_t>(dropped)) * power_of_two(exponent);
+  return negative ? -result : result;
+}
 
 }  // namespace dtcomm

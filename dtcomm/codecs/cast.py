@@ -10,6 +10,7 @@ import torch
 from dtcomm.codecs.base import (
     BLOCKS,
     ELEMENT_TYPES,
+    FLOAT_TYPES,
     ROUNDINGS,
     Codec,
     Layout,
@@ -21,6 +22,7 @@ from dtcomm.codecs.base import (
 LOSSLESS_HEAD_BYTES = 16
 CODE_TYPES = {16: torch.int16, 32: torch.int32}  # of exact
 MIN_DIGITS = 4
+ROUNDED = "exact:rounded=true"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,4 +228,53 @@ class Exact(Codec):
         return [
             (self.blocks(numel), Uncompressed(), torch.uint8),
             (numel, Uncompressed(), self.code_type),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedExact(Uncompressed):
+    """``exact:rounded=true``: sums that are the exact sum, rounded once; hence those of any other correct summation.
+
+    Collectives that sum agree on the range of bits of every block and add as many digits as it takes, as integers:
+    32 bits of each element, 16 more where the bits of a block span more, and further 32 where that is not enough. How
+    much is sent depends on the data; `sum_messages` has the usual case. Every summing call waits for the ranks'
+    agreement when it is issued, also with ``async_op=True``. Where nothing is summed, tensors travel uncompressed.
+
+    It takes no other options. Attributes: ``block``, the elements that share a range of bits, 32.
+
+    docs/how-it-works/exact-sums.md explains the arithmetic. Reference: dtcomm.kernels.reference.rounded_sum.
+    """
+
+    codec_name: ClassVar[str] = "exact"
+    reproducible: ClassVar[bool] = True
+    block: int = 32
+
+    def native(self) -> bytes:
+        return Uncompressed().native()
+
+    def __str__(self) -> str:
+        return ROUNDED
+
+    @property
+    def needs_agreement(self) -> bool:
+        return True
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return ("sum",)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return FLOAT_TYPES
+
+    def blocks(self, numel: int) -> int:
+        """The number of ranges of `numel` elements."""
+        return -(-numel // self.block)
+
+    def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
+        whole = Uncompressed()
+        return [
+            (2 * self.blocks(numel), whole, torch.uint8),
+            (numel, whole, torch.int32),
+            (numel, whole, torch.int16),
         ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from dtcomm.arguments import suggest
 from dtcomm.codecs.base import GRANULE, Codec
-from dtcomm.codecs.cast import Bf16, Exact, Fp16, Lossless, Uncompressed
+from dtcomm.codecs.cast import ROUNDED, Bf16, Exact, Fp16, Lossless, RoundedExact, Uncompressed
 from dtcomm.codecs.integer import Integer, Sign, VariableInteger
 from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8, Nvfp4
 from dtcomm.codecs.python_codec import (
@@ -55,6 +55,8 @@ CODECS: dict[str, Entry] = {
 }
 # Codecs whose payloads have a length that depends on the data, without options.
 VARIABLE_LENGTH: dict[str, Codec] = {"lossless": Lossless()}
+# Codecs that a whole spec names, without other options.
+WHOLE_SPECS: dict[str, Codec] = {ROUNDED: RoundedExact()}
 # Tier → its codecs, as tables and pages list them. The first tier holds exactly these variants.
 TIERS: dict[str, tuple[str, ...]] = {
     "use these": ("none", "bf16:round=stochastic", "int8", "int4", "fp8_e4m3"),
@@ -215,6 +217,8 @@ def codec(spec: str | Codec) -> Codec:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"codec: expected a spec string or a Codec, got {type(spec).__name__}")
+    if (whole := WHOLE_SPECS.get(spec.strip())) is not None:
+        return whole
     name, colon, rest = spec.strip().partition(":")
     if name in REGISTERED:
         if colon:

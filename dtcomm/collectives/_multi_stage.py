@@ -59,9 +59,17 @@ class SplitPlan(MultiStagePlan):
         self, buffers: Sequence[Buffers], seed: int, scratch: Scratch
     ) -> tuple[list[Stage], Check | None]:
         stages: list[Stage] = []
+        checks: list[Check] = []
         for indices, plan in self._plans:
-            stages += plan.stages([buffers[i] for i in indices], seed, scratch)[0]
-        return stages, None
+            more, check = plan.stages([buffers[i] for i in indices], seed, scratch)
+            stages += more
+            checks += [] if check is None else [check]
+
+        def check_all() -> None:
+            for check in checks:
+                check()
+
+        return stages, check_all if checks else None
 
 
 class ReproducibleSum(MultiStagePlan):
@@ -121,17 +129,17 @@ class ReproducibleSum(MultiStagePlan):
     def stages(
         self, buffers: Sequence[Buffers], seed: int, scratch: Scratch
     ) -> tuple[list[Stage], Check | None]:
-        carved = iter(_carve(scratch, self._scratch_sizes))
+        carved = iter(carve(scratch, self._scratch_sizes))
         measure_tasks, quantize_tasks, dequantize_arguments = [], [], []
         exponent_buffers, code_buffers = [], []
         for codec, part in zip(self._codecs, buffers, strict=True):
             exponents, codes, own_codes = next(carved), next(carved), next(carved)
             assert part.input is not None
             for x, residual, shard_exponents, shard_codes in zip(
-                _split(part.input, self._shards),
-                _split(part.residual, self._shards),
-                _split(exponents, self._shards),
-                _split(codes, self._shards),
+                split(part.input, self._shards),
+                split(part.residual, self._shards),
+                split(exponents, self._shards),
+                split(codes, self._shards),
                 strict=True,
             ):
                 assert x is not None and shard_exponents is not None and shard_codes is not None
@@ -145,9 +153,9 @@ class ReproducibleSum(MultiStagePlan):
             summed_codes = own_codes if self._shards > 1 else codes
             code_buffers.append(Buffers(codes, None if part.output is None else summed_codes))
             if part.output is not None:
-                own_exponents = _split(exponents, self._shards)[self._rank if self._shards > 1 else 0]
+                own_exponents = split(exponents, self._shards)[self._rank if self._shards > 1 else 0]
                 assert own_exponents is not None
-                dequantize_arguments.append((codec, summed_codes, own_exponents, _flat(part.output)))
+                dequantize_arguments.append((codec, summed_codes, own_exponents, flat(part.output)))
         if self._audit:
             return self._audited_stages(buffers[0], exponent_buffers[0], code_buffers[0], list(carved))
         dequantize_tasks = [
@@ -170,7 +178,7 @@ class ReproducibleSum(MultiStagePlan):
         (codec,), (checksums, result_checksums, exponents_again) = self._codecs, scratch
         exponents, codes, x = exponent_buffers.input, code_buffers.input, part.input
         assert exponents is not None and codes is not None and x is not None and part.output is not None
-        x, residual = _flat(x), None if part.residual is None else _flat(part.residual)
+        x, residual = flat(x), None if part.residual is None else flat(part.residual)
         # The verdict is read after the call, so it must not be in scratch memory.
         verdict = x.new_empty(1, dtype=torch.int64)
         measure_tasks = [
@@ -185,7 +193,7 @@ class ReproducibleSum(MultiStagePlan):
             codec, x.numel(), checksums, result_checksums, exponents, exponents_again, verdict
         )
         dequantize_task = local_tasks.dequantize(
-            codec, self._ranks, codes, exponents, self._divisor, _flat(part.output), verdict
+            codec, self._ranks, codes, exponents, self._divisor, flat(part.output), verdict
         )
         result_checksums_task = local_tasks.audit_checksums(codec, codes, result_checksums)
         numel = x.numel()
@@ -253,7 +261,7 @@ class SharedRandKSum(MultiStagePlan):
         self, buffers: Sequence[Buffers], seed: int, scratch: Scratch
     ) -> tuple[list[Stage], Check | None]:
         key = local_tasks.shared_key(seed)
-        carved = iter(_carve(scratch, self._scratch_sizes))
+        carved = iter(carve(scratch, self._scratch_sizes))
         before, after, stage_buffers = [], [], []
         for part, tensors in zip(self._parts, buffers, strict=True):
             codec = part.codec
@@ -263,10 +271,10 @@ class SharedRandKSum(MultiStagePlan):
             values, errors, own_values = next(carved), next(carved), next(carved)
             for shard, (x, residual, shard_values, shard_errors) in enumerate(
                 zip(
-                    _split(tensors.input, self._shards),
-                    _split(tensors.residual, self._shards),
-                    _split(values, self._shards),
-                    _split(errors, self._shards),
+                    split(tensors.input, self._shards),
+                    split(tensors.residual, self._shards),
+                    split(values, self._shards),
+                    split(errors, self._shards),
                     strict=True,
                 )
             ):
@@ -280,7 +288,7 @@ class SharedRandKSum(MultiStagePlan):
             output = None if tensors.output is None else own_values if self._shards > 1 else values
             if tensors.output is not None and output is not None:
                 offset = self._rank * part.numel if self._shards > 1 else 0
-                (out,) = _split(tensors.output, 1)
+                (out,) = split(tensors.output, 1)
                 assert out is not None
                 scaled = tensors.residual is None
                 after.append(local_tasks.scatter_values(codec, key, offset, scaled, output, out))
@@ -290,7 +298,7 @@ class SharedRandKSum(MultiStagePlan):
         return [Stage(self._plan, stage_buffers, OpHooks(before, after, agreed))], None
 
 
-def _carve(scratch: Scratch, sizes: Sequence[ScratchSize]) -> list[torch.Tensor]:
+def carve(scratch: Scratch, sizes: Sequence[ScratchSize]) -> list[torch.Tensor]:
     """Return a tensor for each of ``sizes``, one behind the other in the communicator's scratch memory."""
     nbytes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in sizes]
     memory, offset, tensors = scratch(sum(nbytes)), 0, []
@@ -300,14 +308,14 @@ def _carve(scratch: Scratch, sizes: Sequence[ScratchSize]) -> list[torch.Tensor]
     return tensors
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor as one dimension in memory order, whatever its strides."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def _split(tensor: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
+def split(tensor: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
     """Return ``count`` equal parts of a tensor; None for each if there is no tensor."""
     if tensor is None:
         return [None] * count
     numel = tensor.numel() // count
-    return [_flat(tensor)[i * numel : (i + 1) * numel] for i in range(count)]
+    return [flat(tensor)[i * numel : (i + 1) * numel] for i in range(count)]

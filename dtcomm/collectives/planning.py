@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, planner
 from dtcomm.codecs import Codec
+from dtcomm.codecs.cast import RoundedExact
 from dtcomm.collectives._multi_stage import (
     MultiStagePlan,
     PrepareStage,
@@ -24,6 +25,7 @@ from dtcomm.collectives._multi_stage import (
     Stage,
 )
 from dtcomm.collectives._options import Algorithm, Group, NamedSchedule, Op
+from dtcomm.collectives._rounded_sum import RoundedSum
 from dtcomm.collectives.checks import op_name, require_auditable, require_dtype
 from dtcomm.runtime.communicator import Communicator, Connecting
 from dtcomm.runtime.plans import PlanCache
@@ -277,22 +279,22 @@ def _multi_stage_plan(
     prepare: PrepareStage, request: OpSpec, rank: int, ranks: int, audit: bool
 ) -> MultiStagePlan:
     """Return the plan of a sum in which some parts need an agreement of the ranks first."""
-    reproducible = [i for i, part in enumerate(request.parts) if part.codec.reproducible]
-    others = [i for i in range(len(request.parts)) if i not in reproducible]
-
-    def only(indices: list[int]) -> OpSpec:
-        return request._replace(parts=tuple(request.parts[i] for i in indices))
-
-    if not others:
-        return ReproducibleSum(prepare, request, rank, ranks, audit=audit)
-    if not reproducible:
-        return SharedRandKSum(prepare, request, rank, ranks)
-    return SplitPlan(
-        [
-            (reproducible, ReproducibleSum(prepare, only(reproducible), rank, ranks)),
-            (others, SharedRandKSum(prepare, only(others), rank, ranks)),
-        ]
-    )
+    kinds: dict[type[MultiStagePlan], list[int]] = {}
+    for i, part in enumerate(request.parts):
+        rounded = isinstance(part.codec, RoundedExact)
+        kind = RoundedSum if rounded else ReproducibleSum if part.codec.reproducible else SharedRandKSum
+        kinds.setdefault(kind, []).append(i)
+    plans: list[tuple[list[int], MultiStagePlan]] = []
+    for make in (RoundedSum, ReproducibleSum, SharedRandKSum):
+        if indices := kinds.get(make):
+            only = request._replace(parts=tuple(request.parts[i] for i in indices))
+            plan = (
+                ReproducibleSum(prepare, only, rank, ranks, audit=audit)
+                if make is ReproducibleSum
+                else make(prepare, only, rank, ranks)
+            )
+            plans.append((indices, plan))
+    return plans[0][1] if len(plans) == 1 else SplitPlan(plans)
 
 
 @functools.lru_cache(maxsize=256)

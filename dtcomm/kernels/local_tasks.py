@@ -2,7 +2,8 @@
 
 Reproducible sums (codec ``exact``) measure each block's exponent, quantize to the agreed exponents and dequantize the
 sum; an audited one adds checksums. Sums at shared random positions (``randk:positions=shared``) gather values before
-the sum and scatter them after it. `dtcomm.collectives` makes these tasks.
+the sum and scatter them after it. Correctly rounded sums measure ranges of bits, split elements into digits and round
+the digits' sums; they have no form for CUDA tensors. `dtcomm.collectives` makes these tasks.
 
 Every function here returns a :class:`LocalTask`. Tasks on CPU tensors run in the C++ kernels (csrc/cpu/kernels.h,
 ``LocalKernels``), called directly or by the engine between two operations; with the reference kernels they run in
@@ -22,10 +23,11 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs import Codec, Exact, RandK
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.codecs.cast import RoundedExact
 from dtcomm.kernels import counter_rng, dispatch
 from dtcomm.kernels.calls import address
-from dtcomm.kernels.reference import reproducible, sparse
-from dtcomm.kernels.reference.floats import Floats, canonical, get, put
+from dtcomm.kernels.reference import reproducible, rounded_sum, sparse
+from dtcomm.kernels.reference.floats import Bytes, Floats, canonical, get, put
 from dtcomm.kernels.reference.reproducible import NAN_BLOCK
 from dtcomm.kernels.reference.sparse import ROUNDS, positions
 from dtcomm.streams import copy_to_device
@@ -251,6 +253,153 @@ def audit_verdict(
         reference=device,
         device=device,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumRange:
+    """The range of bits of each block of a correctly rounded sum, on which the ranks agreed.
+
+    ``tops`` and ``lows`` (uint8) have one element per block; ``wide`` is how many digits follow the first in blocks
+    of the widest class.
+    """
+
+    codec: RoundedExact
+    ranks: int
+    wide: int
+    tops: torch.Tensor
+    lows: torch.Tensor
+
+    def native(self) -> tuple[int, int, int, int, int]:
+        return self.codec.block, self.ranks, self.wide, self.tops.data_ptr(), self.lows.data_ptr()
+
+    def reference(self) -> tuple[Bytes, Bytes]:
+        return self.tops.numpy(), self.lows.numpy()
+
+
+def measure_digits(
+    codec: RoundedExact, x: torch.Tensor, tops: torch.Tensor, lows: torch.Tensor, finite_only: bool
+) -> LocalTask:
+    """``tops``, ``lows`` (uint8, one per block) <- the range of bits of the blocks of x.
+
+    Elements that are not finite are left out with ``finite_only``; else they make the block's top NAN_BLOCK.
+    """
+
+    def reference() -> None:
+        measured = rounded_sum.measure(codec.block, get(x), finite_only)
+        for tensor, values in zip((tops, lows), measured, strict=True):
+            _store(tensor, values)
+
+    return _cpu_task(
+        codec,
+        (x, tops, lows),
+        native=lambda: _C.task_measure_digits(
+            codec.block,
+            x.data_ptr(),
+            ELEMENT_TYPES[x.dtype],
+            x.numel(),
+            finite_only,
+            tops.data_ptr(),
+            lows.data_ptr(),
+        ),
+        reference=reference,
+    )
+
+
+def count_digits(ranks: int, tops: torch.Tensor, lows: torch.Tensor) -> tuple[int, int, int, bool]:
+    """The blocks of middle and of wide class, the most binary digits of a block, and whether all are finite."""
+    return _C.count_digits(ranks, tops.data_ptr(), lows.data_ptr(), tops.numel())
+
+
+def split_digits(
+    agreed: SumRange,
+    x: torch.Tensor,
+    finite: bool,
+    first: torch.Tensor,
+    middle: torch.Tensor,
+    wide: torch.Tensor,
+) -> LocalTask:
+    """``first`` (int32), ``middle`` (int16), ``wide`` (int32) <- the digits of x. ``finite``: all elements are."""
+
+    def reference() -> None:
+        digits = rounded_sum.split(agreed.codec.block, agreed.ranks, agreed.wide, get(x), *agreed.reference())
+        for tensor, values in zip((first, middle, wide), digits, strict=True):
+            _store(tensor[: len(values)], values)
+
+    return _cpu_task(
+        agreed.codec,
+        (x, agreed.tops, agreed.lows, first, middle, wide),
+        native=lambda: _C.task_split_digits(
+            *agreed.native(),
+            x.data_ptr(),
+            ELEMENT_TYPES[x.dtype],
+            x.numel(),
+            finite,
+            first.data_ptr(),
+            middle.data_ptr(),
+            wide.data_ptr(),
+        ),
+        reference=reference,
+    )
+
+
+def round_digits(
+    agreed: SumRange,
+    first: torch.Tensor,
+    middle: torch.Tensor,
+    wide: torch.Tensor,
+    divisor: int,
+    out: torch.Tensor,
+) -> LocalTask:
+    """``out`` <- the value of the digits' sums, divided, rounded once to the type of ``out``."""
+
+    def reference() -> None:
+        digits = rounded_sum.Digits(first.numpy(), middle.numpy(), wide.numpy())
+        precision = 24 if out.dtype == torch.float32 else 0
+        put(
+            out,
+            rounded_sum.rounded(
+                agreed.codec.block,
+                agreed.ranks,
+                agreed.wide,
+                digits,
+                *agreed.reference(),
+                divisor,
+                precision,
+            ),
+        )
+
+    return _cpu_task(
+        agreed.codec,
+        (out, agreed.tops, agreed.lows, first, middle, wide),
+        native=lambda: _C.task_round_digits(
+            *agreed.native(),
+            first.data_ptr(),
+            middle.data_ptr(),
+            wide.data_ptr(),
+            out.numel(),
+            divisor,
+            ELEMENT_TYPES[out.dtype],
+            out.data_ptr(),
+        ),
+        reference=reference,
+    )
+
+
+def _cpu_task(
+    codec: Codec,
+    tensors: tuple[torch.Tensor | None, ...],
+    *,
+    native: Callable[[], _C.NativeTask],
+    reference: Callable[[], None],
+) -> LocalTask:
+    """A task that there is no form of for CUDA tensors."""
+    first = tensors[0]
+    assert first is not None
+    if not first.is_cpu:
+        raise ValueError(
+            f"codec: {codec} sums CPU tensors, and the tensor is on {first.device}; valid: exact"
+        )
+    return _task(codec, tensors, native=native, reference=reference, device=reference)
 
 
 def gather_values(

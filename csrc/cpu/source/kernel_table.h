@@ -4,7 +4,7 @@
 #include "cpu/source/combine.h"
 #include "cpu/source/lossless.h"
 #include "cpu/source/low_rank.h"
-#include "cpu/source/reproducible.h"
+#include "cpu/source/rounded_sum.h"
 #include "cpu/source/shared_randk.h"
 #include "cpu/source/weight_delta.h"
 
@@ -17,8 +17,8 @@ constexpr Kernels kernel_table(const char* name, bool (*supported)()) {
           combine,
           decode,
           {project_rows, project_columns, expand, orthonormalize},
-          {measure_exponents, quantize_to_exponents, dequantize, audit_checksums, gather_values, scatter_values,
-           restore_residual},
+          {measure_exponents, quantize_to_exponents, dequantize, audit_checksums, measure_digits, split_digits,
+           round_digits, gather_values, scatter_values, restore_residual},
           {encode_lossless, decode_lossless},
           {encode_delta, check_delta, decode_delta}};
 }

@@ -23,7 +23,9 @@ from dtcomm.runtime.native import NativeOperation
 from tests.support.rank_tests import on_ranks
 from tests.unit.collectives.call_by_name import require_alike
 from tests.unit.collectives.test_reproducible_sum import bits, contributions, true_sum
+from tests.unit.collectives.test_rounded_sum import adversarial, sum_of
 
+ROUNDED = "exact:rounded=true"
 SHARED = "randk:ratio=0.05,positions=shared,values=fp32"
 
 
@@ -93,6 +95,46 @@ def test_coalesced_results_equal_single_calls(rank: int, n: int) -> None:
     assert torch.equal(bits(own), bits(separate[0]))
 
 
+@pytest.mark.parametrize("runtime", ["native", "process_group"])
+def test_rounded_sums_are_the_same_in_every_form(runtime: str) -> None:
+    run_ranks(compare_rounded_forms, 3, env={"DTCOMM_RUNTIME": runtime})
+
+
+def compare_rounded_forms(rank: int, n: int) -> None:
+    """Every collective that sums, every algorithm, asynchronous and coalesced: the exact sum, rounded once."""
+    for kind, dtype in (("plain", torch.float32), ("wide", torch.float32), ("outliers", torch.bfloat16)):
+        inputs = adversarial(kind, n, 6000, dtype)
+        truth, _ = sum_of(inputs)
+        for algorithm in algorithms.available("all_reduce"):
+            x, y = inputs[rank].clone(), inputs[rank].clone()
+            work = dtcomm.all_reduce(x, codec=ROUNDED, algorithm=algorithm, async_op=True)
+            dtcomm.all_reduce(y, codec=ROUNDED, algorithm=algorithm)
+            work.wait()
+            assert torch.equal(bits(x), bits(truth)) and torch.equal(bits(y), bits(truth)), (kind, algorithm)
+        shard = torch.empty(2000, dtype=dtype)
+        dtcomm.reduce_scatter(shard, inputs[rank].clone(), codec=ROUNDED)
+        assert torch.equal(bits(shard), bits(truth[rank * 2000 : (rank + 1) * 2000]))
+        reduced = inputs[rank].clone()
+        dtcomm.reduce(reduced, 1, codec=ROUNDED)
+        assert rank != 1 or torch.equal(bits(reduced), bits(truth))
+        averaged = inputs[rank].clone()
+        dtcomm.all_reduce(averaged, "avg", codec=ROUNDED)
+        assert torch.equal(bits(averaged), bits(sum_of(inputs, n)[0]))
+        parts = [inputs[rank][:1000].clone(), inputs[rank][1000:].clone(), torch.ones(50, dtype=dtype)]
+        dtcomm.all_reduce_coalesced(parts, codec=[ROUNDED, ROUNDED, "exact"])
+        assert torch.equal(bits(torch.cat(parts[:2])), bits(truth))
+        assert torch.equal(parts[2], torch.full((50,), float(n), dtype=dtype))
+        sent = inputs[0].clone() if rank == 0 else torch.empty(6000, dtype=dtype)
+        dtcomm.broadcast(sent, 0, codec=ROUNDED)
+        assert torch.equal(bits(sent), bits(inputs[0]))
+    x = torch.ones(100)
+    x[3], x[5], x[7] = torch.inf, torch.inf if rank else -torch.inf, torch.nan if rank == 1 else 1.0
+    dtcomm.all_reduce(x, codec=ROUNDED)
+    expected = torch.full((100,), float(n))
+    expected[3], expected[5], expected[7] = torch.inf, torch.nan, torch.nan
+    assert torch.equal(x.nan_to_num(-5.0), expected.nan_to_num(-5.0))
+
+
 @on_ranks(2)
 def test_unsupported_options_are_refused(rank: int, n: int) -> None:
     x = torch.ones(100)
@@ -103,6 +145,10 @@ def test_unsupported_options_are_refused(rank: int, n: int) -> None:
         dtcomm.all_reduce(x, codec="none/exact", algorithm="hierarchical")
     with pytest.raises(ValueError, match="op: max is valid with"):
         dtcomm.all_reduce(x, "max", codec="exact")
+    with pytest.raises(ValueError, match="audit: needs a codec whose sums are exact, got exact:rounded"):
+        dtcomm.all_reduce(x, codec=ROUNDED, audit=True)
+    with pytest.raises(ValueError, match="residual: exact:rounded=true loses nothing"):
+        dtcomm.all_reduce(x, codec=ROUNDED, residual=torch.zeros(100))
     dtcomm.all_reduce(x, codec="exact")
     assert torch.equal(x, torch.full((100,), float(n)))
 

@@ -1,0 +1,158 @@
+"""`exact:rounded=true`: the exact sum, rounded once, whatever the data; the same digits from every kernel."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+import dtcomm
+from dtcomm import _C
+from dtcomm.codecs import codec
+from dtcomm.codecs.cast import RoundedExact
+from dtcomm.kernels import dispatch, local_tasks
+from dtcomm.kernels.local_tasks import LocalTask, SumRange
+
+SPEC = "exact:rounded=true"
+KINDS = ("plain", "wide", "cancelling", "subnormal", "outliers")
+
+
+def adversarial(kind: str, ranks: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """Return finite contributions of a kind for which sums in floating point are wrong, or digits are many."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for rank in range(ranks):
+        x = torch.randn(numel, generator=generator)
+        if kind == "wide":
+            x *= torch.exp(torch.randn(numel, generator=generator) * 20)
+        elif kind == "subnormal":
+            x *= 2.0**-140
+        elif kind == "outliers":
+            x = torch.where(torch.rand(numel, generator=generator) < 0.005, x * 64, x)
+        elif kind == "cancelling" and rank % 2:  # the large parts of two ranks cancel each other
+            x = -tensors[-1].float() + x * 2.0**-30
+        elif kind == "cancelling":
+            x *= 2.0**60
+        x = x.to(dtype)
+        x[~x.isfinite()] = 1
+        tensors.append(x)
+    return tensors
+
+
+def nearest(value: Fraction, like: torch.Tensor) -> bool:
+    """Return whether the scalar ``like`` is the number of its type nearest to ``value``, even for a tie."""
+    got = float(like)
+    if math.isinf(got):
+        largest = Fraction(float(torch.finfo(like.dtype).max))
+        above = largest + Fraction(2) ** (largest.numerator.bit_length() - 1 - mantissa_bits(like.dtype)) / 2
+        return abs(value) >= above and (value > 0) == (got > 0)
+    error = abs(Fraction(got) - value)
+    for direction in (-math.inf, math.inf):
+        other = float(torch.nextafter(like, torch.tensor(direction, dtype=like.dtype)))
+        if math.isinf(other):
+            continue
+        difference = abs(Fraction(other) - value)
+        odd = int(like.view(torch.int32 if like.dtype == torch.float32 else torch.int16)) & 1
+        if difference < error or (difference == error and odd):
+            return False
+    return True
+
+
+def mantissa_bits(dtype: torch.dtype) -> int:
+    return round(-math.log2(torch.finfo(dtype).eps))
+
+
+def sum_of(
+    inputs: list[torch.Tensor], divisor: int = 1, kernel: str = "", block: int = 32
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the sum of all ranks, made here by the tasks of each, and the digits of the first rank."""
+    exact = RoundedExact(block=block)
+    ranks, numel, blocks = len(inputs), inputs[0].numel(), exact.blocks(inputs[0].numel())
+
+    def run(task: LocalTask) -> None:
+        if kernel == dispatch.REFERENCE:
+            task.reference()
+        elif kernel:
+            assert task.native is not None
+            task.native.run(kernel)
+        else:
+            task()
+
+    ranges = []
+    for x in inputs:
+        tops, lows = torch.empty(blocks, dtype=torch.uint8), torch.empty(blocks, dtype=torch.uint8)
+        run(local_tasks.measure_digits(exact, x, tops, lows, False))
+        ranges.append(torch.stack([tops, lows]))
+    tops, lows = torch.stack(ranges).amax(dim=0)
+    middle_blocks, wide_blocks, span, finite = _C.count_digits(
+        ranks, tops.data_ptr(), lows.data_ptr(), blocks
+    )
+    assert finite
+    bits = 31 - (ranks - 1).bit_length()
+    planes = -(-span // bits) - 1 if wide_blocks else 0
+    agreed = SumRange(codec=exact, ranks=ranks, wide=planes, tops=tops, lows=lows)
+    totals: list[torch.Tensor] = []
+    own: list[torch.Tensor] = []
+    for x in inputs:
+        digits = [
+            torch.full((numel,), -1, dtype=torch.int32),
+            torch.full((middle_blocks * block,), -1, dtype=torch.int16),
+            torch.full((wide_blocks * block * planes,), -1, dtype=torch.int32),
+        ]
+        run(local_tasks.split_digits(agreed, x, True, *digits))
+        own = own or [part.clone() for part in digits]
+        totals = [a + b for a, b in zip(totals, digits, strict=True)] if totals else digits
+    out = torch.empty_like(inputs[0])
+    run(local_tasks.round_digits(agreed, *totals, divisor, out))  # type: ignore[misc]
+    return out, own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+def test_sums_are_the_exact_sums_rounded_once(ranks: int, kind: str, dtype: torch.dtype) -> None:
+    inputs = adversarial(kind, ranks, 300, dtype, seed=ranks)
+    columns = [
+        [Fraction(value) for value in column]
+        for column in zip(*(x.double().tolist() for x in inputs), strict=True)
+    ]
+    for divisor in (1, ranks):
+        out, _ = sum_of(inputs, divisor)
+        wrong = [
+            i for i, column in enumerate(columns) if not nearest(sum(column, Fraction(0)) / divisor, out[i])
+        ]
+        assert not wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kernel_gives_the_digits_and_sums_of_the_reference(dtype: torch.dtype, kind: str) -> None:
+    for numel, block, ranks in ((1, 32, 2), (333, 16, 5), (1000, 64, 33)):
+        inputs = adversarial(kind, ranks, numel, dtype, seed=numel)
+        expected, digits = sum_of(inputs, ranks, dispatch.REFERENCE, block)
+        for kernel in [name for name, supported in _C.kernels() if supported]:
+            out, made = sum_of(inputs, ranks, kernel, block)
+            assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8)), (kernel, numel)
+            for a, b in zip(made, digits, strict=True):
+                assert torch.equal(a, b), (kernel, numel)
+
+
+def test_order_and_place_of_contributions_do_not_matter() -> None:
+    inputs = adversarial("wide", 8, 4000, torch.float32)
+    total, _ = sum_of(inputs)
+    again, _ = sum_of(inputs[::-1])
+    assert torch.equal(total, again)
+    for parts in (16, 256):
+        cut, _ = sum_of([x[5:].contiguous() for x in inputs], block=parts)
+        assert torch.equal(cut, total[5:])
+
+
+def test_what_is_sent_alone_is_uncompressed_and_options_are_checked() -> None:
+    x = torch.randn(100)
+    assert torch.equal(dtcomm.decode(SPEC, dtcomm.encode(SPEC, x), 100), x)
+    assert str(codec(SPEC)) == SPEC and codec(SPEC).lossless(torch.float32)
+    assert dtcomm.encode(SPEC, x).numel() == 400
+    with pytest.raises(ValueError, match="exact: unknown option 'rounded'"):
+        codec("exact:bits=16,rounded=true")
