@@ -272,8 +272,8 @@ class SumRange:
     def native(self) -> tuple[int, int, int, int, int]:
         return self.codec.block, self.ranks, self.wide, self.tops.data_ptr(), self.lows.data_ptr()
 
-    def reference(self) -> tuple[Bytes, Bytes]:
-        return self.tops.numpy(), self.lows.numpy()
+    def reference(self) -> tuple[int, int, int, Bytes, Bytes]:
+        return self.codec.block, self.ranks, self.wide, self.tops.numpy(), self.lows.numpy()
 
 
 def measure_digits(
@@ -321,7 +321,7 @@ def split_digits(
     """``first`` (int32), ``middle`` (int16), ``wide`` (int32) <- the digits of x. ``finite``: all elements are."""
 
     def reference() -> None:
-        digits = rounded_sum.split(agreed.codec.block, agreed.ranks, agreed.wide, get(x), *agreed.reference())
+        digits = rounded_sum.split(*agreed.reference(), get(x))
         for tensor, values in zip((first, middle, wide), digits, strict=True):
             _store(tensor[: len(values)], values)
 
@@ -354,19 +354,8 @@ def round_digits(
 
     def reference() -> None:
         digits = rounded_sum.Digits(first.numpy(), middle.numpy(), wide.numpy())
-        precision = 24 if out.dtype == torch.float32 else 0
-        put(
-            out,
-            rounded_sum.rounded(
-                agreed.codec.block,
-                agreed.ranks,
-                agreed.wide,
-                digits,
-                *agreed.reference(),
-                divisor,
-                precision,
-            ),
-        )
+        narrower = out.dtype != torch.float32
+        put(out, rounded_sum.rounded(*agreed.reference(), digits, divisor, narrower))
 
     return _cpu_task(
         agreed.codec,

@@ -61,7 +61,7 @@ def digit_bits(ranks: int) -> tuple[int, int]:
     return 31 - room, 15 - room
 
 
-def split(block: int, ranks: int, wide: int, x: Floats, tops: Bytes, lows: Bytes) -> Digits:
+def split(block: int, ranks: int, wide: int, tops: Bytes, lows: Bytes, x: Floats) -> Digits:
     """The digits of the finite elements of ``x``; elements that are not finite are zeros."""
     bits, _ = digit_bits(ranks)
     first = np.zeros(len(x), np.int32)
@@ -84,11 +84,11 @@ def split(block: int, ranks: int, wide: int, x: Floats, tops: Bytes, lows: Bytes
 
 
 def rounded(
-    block: int, ranks: int, wide: int, digits: Digits, tops: Bytes, lows: Bytes, divisor: int, precision: int
+    block: int, ranks: int, wide: int, tops: Bytes, lows: Bytes, digits: Digits, divisor: int, narrower: bool
 ) -> Floats:
-    """The value of the digits' sums, divided, rounded once to a type with ``precision`` significant bits.
+    """The value of the digits' sums, divided, rounded once to fp32.
 
-    Types with fewer bits than fp32 get the fp32 number that is rounded to odd: rounding it again is rounding once.
+    With ``narrower``, for types with fewer bits, it is rounded to odd: rounding that again is rounding once.
     """
     bits, _ = digit_bits(ranks)
     out = np.zeros(len(digits.first), np.float32)
@@ -100,7 +100,7 @@ def rounded(
         for i in range(count):
             units = sum(row[i] << k * bits for k, row in enumerate(rows))
             value = Fraction(units) * Fraction(2) ** position / divisor
-            out[at + i] = _to_nearest(value) if precision == 24 else _to_odd(value)
+            out[at + i] = _to_odd(value) if narrower else _to_nearest(value)
     return out
 
 
