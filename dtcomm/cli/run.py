@@ -91,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--parameters", help="FSDP2: what parameters are compressed with (none)")
     parser.add_argument("--feedback", choices=FEEDBACK, help="error feedback (the integration's default)")
     parser.add_argument(
-        "--exclude", action="append", help="pattern of what travels uncompressed; may be repeated (nothing)"
+        "--exclude", action="append", help="pattern of what stays uncompressed; may be repeated (nothing)"
     )
     parser.add_argument(
         "--guard",
