@@ -71,12 +71,22 @@ def message(rank: int, ranks: int, x: torch.Tensor, y: torch.Tensor, **options: 
 def test_results_are_those_of_the_long_way(rank: int, ranks: int, codec: str, async_op: bool) -> None:
     """Calls give the same bytes whether they repeat an earlier one, or nothing is kept of earlier calls."""
     dtype = torch.int64 if codec == "none" and async_op else torch.float32
-    for name, (call, numel_in, numel_out) in calls(rank, ranks).items():
+    # Each group numbers its calls, and the numbers are seeds as well.
+    groups = {forget: dist.new_group() for forget in (True, False)}
+    for name, (call, *numel) in calls(rank, ranks).items():
         for extras in (False, True):
-            # The numbers of calls, which are seeds as well, begin anew in each group.
             long, short = (
-                outcomes(rank, call, name, codec, async_op, extras, dtype, (numel_in, numel_out), forget)
-                for forget in (True, False)
+                outcomes(
+                    rank,
+                    call,
+                    name,
+                    {"group": group, "codec": codec, "async_op": async_op},
+                    extras,
+                    dtype,
+                    numel,
+                    forget,
+                )
+                for forget, group in groups.items()
             )
             for run, (expected, result) in enumerate(zip(long, short, strict=True)):
                 assert all(map(torch.equal, expected, result)), (name, extras, run)
@@ -86,21 +96,22 @@ def outcomes(
     rank: int,
     call: Call,
     name: str,
-    codec: str,
-    async_op: bool,
+    options: dict[str, Any],
     extras: bool,
     dtype: torch.dtype,
-    numel: tuple[int, int],
+    numel: list[int],
     forget: bool,
 ) -> list[list[torch.Tensor]]:
-    """Output and residual of each of several calls in a group of their own.
+    """Output and residual of each of several calls.
 
     With ``extras`` the calls have a seed, a checksum and, where the codec loses something, a residual.
     """
-    group = dist.new_group()
-    options: dict[str, Any] = {"group": group, "codec": codec, "async_op": async_op}
     residual = torch.zeros(numel[0])
-    if extras and codec != "none" and name in ("all_reduce", "reduce", "reduce_scatter", "all_gather"):
+    if (
+        extras
+        and options["codec"] != "none"
+        and name in ("all_reduce", "reduce", "reduce_scatter", "all_gather")
+    ):
         options["residual"] = residual
     results = []
     for run in range(1, RUNS + 1):
@@ -115,7 +126,6 @@ def outcomes(
         if work is not None:
             work.wait()
         results.append([output, residual.clone()])
-    dist.destroy_process_group(group)
     return results
 
 
