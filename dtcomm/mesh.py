@@ -26,6 +26,7 @@ from typing_extensions import Unpack
 from dtcomm import torch_compat
 from dtcomm.arguments import complete_options, require_int, shares_options
 from dtcomm.collectives import all_reduce
+from dtcomm.collectives.groups import GroupOrMesh, process_group_of
 from dtcomm.tp.sharded_module import shard_groups
 
 __all__ = ["clip_grad_norm_", "flatten_axes", "make_mesh"]
@@ -170,9 +171,6 @@ def flatten_axes(mesh: DeviceMesh, *names: str) -> DeviceMesh:
     return flat
 
 
-GroupOrMesh = dist.ProcessGroup | DeviceMesh
-
-
 class _Gradient(NamedTuple):
     """The part of a gradient that this rank has; None if the parameter has no gradient here.
 
@@ -224,32 +222,19 @@ def clip_grad_norm_(
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not value > 0:
             raise ValueError(f"{name}={value}: expected a positive number")
-    explicit = [
-        (pattern, _group_of(group, f"sharded[{pattern!r}]")) for pattern, group in (sharded or {}).items()
-    ]
+    explicit = {
+        pattern: process_group_of(group, "pp", f"sharded[{pattern!r}]")
+        for pattern, group in (sharded or {}).items()
+    }
     listed = [modules] if isinstance(modules, nn.Module) else list(modules)
     structural: dict[str, dist.ProcessGroup] = {}
-    gradients = [
-        gradient
-        for module in listed
-        for gradient in _gradients(module, [pattern for pattern, _ in explicit], structural)
-    ]
-    norm = _total_norm(gradients, structural, [group for _, group in explicit], norm_type)
+    gradients = [gradient for module in listed for gradient in _gradients(module, list(explicit), structural)]
+    norm = _total_norm(gradients, structural, list(explicit.values()), norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         if gradient.local is not None:
             gradient.local.mul_(factor.to(gradient.local.device, gradient.local.dtype))
     return norm.float()
-
-
-def _group_of(group: object, argument: str) -> dist.ProcessGroup:
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"{argument}: expected one axis of a mesh, got {group.ndim}")
-        return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{argument}: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
-    return group
 
 
 def _gradients(
@@ -288,7 +273,7 @@ def _local(gradient: Any) -> torch.Tensor | None:
 def _total_norm(
     gradients: Sequence[_Gradient],
     structural: Mapping[str, dist.ProcessGroup],
-    explicit: Sequence[dist.ProcessGroup],
+    explicit: Sequence[dist.ProcessGroup | None],
     order: float,
 ) -> torch.Tensor:
     """Return the norm of all ranks' gradients, fp64, the same on all ranks.
@@ -315,8 +300,8 @@ def _total_norm(
     }
     for (_, patterns), part in parts.items():
         by_patterns[patterns] = _add(by_patterns[patterns], part, order)
-    for index, group in enumerate(explicit):
-        _reduce(by_patterns, [subset for subset in by_patterns if index in subset], group, order)
+    for index, other in enumerate(explicit):
+        _reduce(by_patterns, [subset for subset in by_patterns if index in subset], other, order)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part in by_patterns.values():
         total = _add(total, part, order)
@@ -327,9 +312,7 @@ def _add(a: torch.Tensor, b: torch.Tensor, order: float) -> torch.Tensor:
     return torch.maximum(a, b) if order == math.inf else a + b
 
 
-def _reduce(
-    parts: dict[Any, torch.Tensor], keys: Sequence[Any], group: dist.ProcessGroup, order: float
-) -> None:
+def _reduce(parts: dict[Any, torch.Tensor], keys: Sequence[Any], group: dist.ProcessGroup | None, order: float) -> None:
     """Add up (or take the largest of) some entries over the ranks of a group."""
     if not keys or dist.get_world_size(group) == 1:
         return
