@@ -142,21 +142,28 @@ def message_codec(spec: str | Codec, argument: str, messages: str, carried: str 
         >>> str(message_codec("int8", "codec", "rows"))
         'int8'
     """
+    with errors_name(argument):
+        parsed = _parse_message(spec, messages, carried)
+    return codec("none") if env.disabled() else parsed
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_message(spec: str | Codec, messages: str, carried: str) -> Codec:
+    """`message_codec` where compression is not turned off, which may change in a process."""
     if isinstance(spec, str) and "/" in spec:
         raise ValueError(
-            f"{argument}: {spec!r} names a codec for each level of hosts; {messages} have one codec on all their way"
+            f"{spec!r} names a codec for each level of hosts; {messages} have one codec on all their way"
         )
-    with errors_name(argument):
-        parsed = codec(spec)
+    parsed = codec(spec)
     if parsed.variable_length:
         raise ValueError(
-            f"{argument}: {parsed} has payloads of a length that depends on the data, and {messages} have a fixed one"
+            f"{parsed} has payloads of a length that depends on the data, and {messages} have a fixed one"
         )
     if parsed.reproducible:
-        raise ValueError(f"{argument}: {parsed} is for sums, and {messages} are sent and not summed")
+        raise ValueError(f"{parsed} is for sums, and {messages} are sent and not summed")
     if carried:
-        require_accurate(parsed, argument, carried)
-    return codec("none") if env.disabled() else parsed
+        require_accurate(parsed, "codec", carried)
+    return parsed
 
 
 def wire_codec(scheme: Codec | DGC) -> Codec:

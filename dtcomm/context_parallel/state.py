@@ -6,7 +6,6 @@ pass to them.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -151,7 +150,6 @@ def make_settings(function: str, group: GroupOrMesh, given: Mapping[str, object]
     )
 
 
-@functools.lru_cache(maxsize=256)
 def _parse(spec: str | Codec, argument: str, allow_inaccurate: bool) -> str:
     """Return the spec of a codec that may carry keys, values or gradients."""
     carried = "" if allow_inaccurate else CARRIED[argument]

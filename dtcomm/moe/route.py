@@ -6,7 +6,6 @@ counts begins with a header, and all ranks raise the same error, which names the
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
 from collections.abc import Sequence
@@ -79,7 +78,6 @@ class RowCodecs:
         return " ".join(codec.identity for codec in (self.dispatch, self.combine, self.backward))
 
 
-@functools.lru_cache(maxsize=256)
 def make_codecs(
     codec: str | Codec,
     combine_codec: str | Codec | None,
