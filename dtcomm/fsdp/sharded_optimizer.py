@@ -433,7 +433,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
 
         The shards and the hooks of the parameters stay, which the optimizer works with. Residuals are freed.
         """
-        self._compression.disable()
+        self._compression.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: the optimizer's state, the master shards, and the compression's state."""

@@ -231,7 +231,7 @@ class FSDPState(Reporting):
     def detach(self) -> None:
         """Give the model its own, uncompressed collectives back; call it between two steps, on every rank.
 
-        The model may be compressed again afterwards. The report and `state_dict` keep what there was; references of
+        The model may be compressed again afterwards. The report keeps what there was; residuals, references of
         ``delta:`` and shared buffers are freed.
 
         Example::
@@ -244,6 +244,7 @@ class FSDPState(Reporting):
         self.timeline.stop()
         self.resync()
         self.buffers.trim()
+        self._disabled, self._residuals = True, None
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by ``factor``, for a loss scale that changed by this factor between two steps."""
@@ -342,10 +343,6 @@ class FSDPState(Reporting):
         if self._residuals is not None and same_feedback:
             self._residuals.load_state_dict(flat_residuals)
             self._residuals.counts = dict(first["counts"])
-
-    def disable(self) -> None:
-        """Send everything uncompressed from now on, and free the residuals."""
-        self._disabled, self._residuals = True, None
 
     # --- for `compress` ---------------------------------------------------------------------------------------
 

@@ -213,7 +213,8 @@ class _StageMessages:
         return micro_batches * (1 + sends) - self._computed - self._sent
 
     def detach(self) -> None:
-        """Give the stage torch's own methods back."""
+        """Give the stage torch's own methods back, and free the references of samples."""
+        self.references.clear()
         while self._methods:
             delattr(self._stage, self._methods.popitem()[0])
 

@@ -223,8 +223,9 @@ class PipelineState(Reporting):
             own[name].load_state_dict(samples)
 
     def detach(self) -> None:
-        """Undo `compress`: the stages send uncompressed, by torch, again."""
+        """Undo `compress`: the stages send uncompressed, by torch, again; residuals and references are freed."""
         self.exchange.finish_sends()
+        self.residuals.load_state_dict({})
         for stage in self._stages:
             stage.detach()
 

@@ -192,8 +192,13 @@ def test_a_detached_fsdp_model_has_the_gradients_of_one_without_compression(rank
     model = shard(make_model())
     state = fsdp.compress(model, "ef:int4", "int8")
     assert not equal(gradients(model, rank), plain)
+    before = state.report()
     state.detach()
     assert equal(gradients(model, rank), plain)
+    assert before.residual_bytes > state.report().residual_bytes == 0 and not any(
+        state.report().memory.values()
+    )
+    assert state.report().messages == before.messages > 0
 
 
 @on_ranks(2)
@@ -244,15 +249,25 @@ def test_a_detached_tensor_parallel_model_is_whole_again(rank: int, ranks: int) 
 
 @on_ranks(2)
 def test_detached_stages_send_what_torch_sends(rank: int, ranks: int) -> None:
+    def step(stage: PipelineStage) -> None:
+        schedule = ScheduleGPipe(stage, 2, loss_fn=functional.mse_loss)
+        inputs = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
+        schedule.step(*((inputs,) if rank == 0 else ()), **({"target": inputs} if rank else {}))
+
     results = []
     for compress in (False, True):
         layer = make_model()[0]
         stage = make_stage(rank, layer)
         if compress:
-            pipeline.compress(stage, "int4").detach()
-        schedule = ScheduleGPipe(stage, 2, loss_fn=functional.mse_loss)
-        inputs = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
-        schedule.step(*((inputs,) if rank == 0 else ()), **({"target": inputs} if rank else {}))
+            state = pipeline.compress(stage, "int4", feedback=True, differences=True)
+            state.set_samples(range(8))
+            step(stage)
+            before = state.report()
+            layer.zero_grad()
+            state.detach()
+            assert before.residual_bytes > state.report().residual_bytes == 0
+            assert state.report().messages == before.messages > 0
+        step(stage)
         results.append([parameter.grad for parameter in layer.parameters()])
     assert equal(*results)
 
