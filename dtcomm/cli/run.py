@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp, fsdp, torch_compat
 from dtcomm.cli import count_argument, write_json
-from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.guard import ACTIONS, Guard
 from dtcomm.compress.report import Report
 from dtcomm.compress.reporting import Reporting
@@ -246,10 +245,10 @@ class Compression:
 
     def _keep(self, model: torch.nn.Module, state: Reporting) -> None:
         """Take the report at the end of the model's life or of the script; the process group may be gone by then."""
-        rank, ranks = rank_and_size(getattr(state, "group", None))
+        first = state.report()
 
         def take_report() -> None:
-            self._reports.append(replace(state.report(), rank=rank, world_size=ranks))
+            self._reports.append(replace(state.report(), rank=first.rank, world_size=first.world_size))
 
         finalizer = weakref.finalize(model, take_report)
         finalizer.atexit = False  # after an error of the script there is no report

@@ -319,9 +319,8 @@ def _attach_to_module(
         state.num_shards, state.shard_index = mesh.shard_mesh_size, mesh.shard_mesh_rank
         state.group = mesh.shard_process_group
         if _has_replicas(mesh):
-            state.replica_index = mesh.replicate_mesh_rank
+            state.num_replicas, state.replica_index = mesh.replicate_mesh_size, mesh.replicate_mesh_rank
             state.decide_alike_over([mesh.replicate_process_group])
-            state.logs = state.logs and mesh.replicate_mesh_rank == 0
             state.add_note(
                 f"{name or ROOT}: torch averages the gradients of {mesh.replicate_mesh_size} replicas, "
                 "uncompressed; to compress that, pass fully_shard the shards' dimension of the mesh alone, and "
@@ -329,9 +328,8 @@ def _attach_to_module(
             )
         state.on_detach(_restorer(group))
     if replicas is not None:
-        state.replica_index = replicas.rank()
+        state.num_replicas, state.replica_index = replicas.size(), replicas.rank()
         state.decide_alike_over([replicas])
-        state.logs = state.logs and replicas.rank() == 0
     parts = None
     for group in groups:
         tensor_parallel_groups, parts = split_module(name, module, group)

@@ -58,7 +58,8 @@ class FSDPState(Reporting):
         parameters: Spec of the parameters' all-gather.
         num_shards: Number of ranks that parameters are cut over. In a two-dimensional mesh that is not the world size.
         shard_index: This rank's position among them.
-        replica_index: The position of these ranks among the replicas of the model.
+        num_replicas: Number of replicas of the sharded model.
+        replica_index: The position of these ranks among the replicas.
         group: Their process group; None is the default group.
         agreeing_groups: The groups over which parameters are cut before they are sharded, those of tensor parallelism,
             and those of replicas. Their ranks follow the guard's decisions together.
@@ -66,7 +67,6 @@ class FSDPState(Reporting):
         steps_ahead: Steps that begin before there is anything to communicate: 1 where the end of a step begins the
             next one.
         save_residuals: Whether `state_dict` has the residuals.
-        logs: Whether this rank may log what all ranks find alike; its first rank does.
         buffers: The buffers of collectives; ``buffers.trim()`` frees those that are not in use.
         timeline: Recorder of training steps (`dtcomm.profiling`).
         warming_up: Whether gradients travel uncompressed, at the start of a run.
@@ -91,7 +91,7 @@ class FSDPState(Reporting):
         self.algorithm = "auto"  # of the collectives over the shards
         self.calls = 0
         self.shard_index, self.num_shards = checkpoint.rank_and_size()
-        self.replica_index = 0
+        self.replica_index, self.num_replicas = 0, 1
         self.agreeing_groups: list[dist.ProcessGroup] = []
         self.group: dist.ProcessGroup | None = None
         self.buffers = BufferPool()
@@ -114,7 +114,6 @@ class FSDPState(Reporting):
         self._excluded: dict[str, str] = {}  # module -> the pattern that excludes it
         self._undo: list[Callable[[], None]] = []
         # What was asked for and is not compressed is logged once, by the first rank, at the end of a pass.
-        self.logs = True
         self.warming_up = False
         self._pairs: ForwardPairs | None = None
         self._has_begun = self._has_fallback = self._logged = self._log_is_queued = False
@@ -128,13 +127,12 @@ class FSDPState(Reporting):
             self.add_note(self.buffers.unshared_reason)
         traffic = self._traffic()
         residual_bytes = 0 if self._residuals is None else self._residuals.nbytes()
-        rank, world_size = checkpoint.rank_and_size(self.group)
         report = Report.of_traffic(
             traffic,
             self._events_by_message(),
             integration=self.integration,
-            rank=rank,
-            world_size=world_size,
+            rank=self.rank,
+            world_size=self.num_replicas * self.num_shards,
             policy=f"gradients {self.gradients}, parameters {self.parameters}",
             feedback=self.gradients.prefix or False,
             feedback_reason=self._feedback_reason,
@@ -163,6 +161,11 @@ class FSDPState(Reporting):
         )
         self.log_uncompressed()
         return report
+
+    @property
+    def rank(self) -> int:
+        """The position of this rank among all shards of all replicas, which is its rank in the report."""
+        return self.replica_index * self.num_shards + self.shard_index
 
     def _steps(self) -> int:
         """Return the number of steps of this run."""
@@ -405,13 +408,13 @@ class FSDPState(Reporting):
 
     def warn(self, text: str) -> None:
         """Log a line on the first rank, because all ranks find it alike."""
-        if self.logs and self.shard_index == 0:
+        if self.rank == 0:
             _log.warning("%s: %s", LOG_NAMES[self.integration], text)
 
     def log_feedback(self, memory: str, reason: str) -> None:
         """Log the memory of error feedback on each rank, as text, and why it is on or off if "auto" decided."""
         self._feedback_reason = reason
-        if self.logs and self.shard_index == 0:
+        if self.rank == 0:
             log_feedback(LOG_NAMES[self.integration], memory if self.gradients.prefix else "", reason)
 
     def begin_forward(self) -> None:
@@ -481,8 +484,7 @@ class FSDPState(Reporting):
         """Store the residual from `take_residual` after the collective has updated it."""
         if self._residuals is not None and residual is not None:
             # Not the rank of the job: ranks of tensor parallelism store equal residuals with equal bits.
-            rank = self.replica_index * self.num_shards + self.shard_index
-            key = counter_rng.mix_key(self.seed, rank, 0)
+            key = counter_rng.mix_key(self.seed, self.rank, 0)
             self._residuals.give_back(self._residual_key(module, residual), residual, key)
 
     def _residual_key(self, module: str, gradient: torch.Tensor) -> str:

@@ -5,6 +5,8 @@ Ranks are fresh processes, because torch caches meshes and their groups per proc
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -95,7 +97,10 @@ def test_the_average_of_replicas_is_compressed(
     state = fsdp.compress(model, **codecs, replicas=mesh["replicate"])
     compare(model, sharded(mesh), rank, tolerance)  # type: ignore[arg-type]
     report = state.report()
-    assert not report.notes
+    assert not report.notes and (report.rank, report.world_size) == (rank, ranks)
+    with redirect_stdout(StringIO()) as printed:  # once, and not by the first rank of each replica
+        state.print_report()
+    assert printed.getvalue() == ("" if rank else f"{report.summary()}\n")
     for by_kind in report.modules.values():
         assert by_kind["replicas"].calls == by_kind["gradients"].calls == 3
     if tolerance:
@@ -106,6 +111,8 @@ def test_the_average_of_replicas_is_compressed(
         ValueError, match="replicas: the mesh passed to fully_shard has a dimension of replicas"
     ):
         fsdp.compress(sharded(mesh), replicas=mesh["replicate"])  # type: ignore[arg-type]
+    of_torch = fsdp.compress(sharded(mesh), "int8").report()
+    assert (of_torch.rank, of_torch.world_size) == (rank, ranks)
 
 
 class TwoLayers(nn.Module):
