@@ -18,6 +18,7 @@ from dtcomm.compress.measurements import Fidelity
 from dtcomm.compress.payoff import Payoff, unmeasured
 from dtcomm.compress.policy import default_policy
 from dtcomm.compress.traffic import (
+    SMALL,
     MessageRow,
     Row,
     Traffic,
@@ -420,17 +421,24 @@ def _explain_large_error(rows: Sequence[Row], feedback: bool | str) -> list[str]
 
 
 def describe_uncompressed(rows: Sequence[Row], unit: str = "parameters") -> str:
-    """Return what was asked for and is not compressed, as a sentence; empty if there is nothing.
+    """Return what could be compressed and is not, as a sentence; empty if there is nothing.
 
+    What was asked for and is not possible is called so; messages that are too small are left as ``latency=True`` asks.
     Parameters that a policy leaves uncompressed count only if it leaves all of them so. ``unit`` says what the names of
     the rows are.
     """
     nothing = all(row.codec == "none" for row in rows)
-    named = [row for row in rows if row.refused or (nothing and row.reason.startswith(_BY_POLICY))]
+    named = [
+        row
+        for row in rows
+        if row.refused or row.reason == SMALL or (nothing and row.reason.startswith(_BY_POLICY))
+    ]
     if not named:
         return ""
+    as_asked = all(row.reason == SMALL for row in named)
     parts = [f"{row.what} of {_which(row, rows, unit)} ({row.reason})" for row in named]
-    return f"{'nothing is' if nothing else 'not'} compressed although asked for: {'; '.join(parts)}"
+    nothing_is = f"{'nothing is' if nothing else 'not'} compressed{'' if as_asked else ' although asked for'}"
+    return f"{nothing_is}: {'; '.join(parts)}"
 
 
 def _row_cells(row: Row) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from dtcomm import env
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy
@@ -209,6 +210,18 @@ def _plain(value: object, name: str, left_out: list[str]) -> Any:
         return [_plain(entry, f"{name}[{index}]", left_out) for index, entry in enumerate(value)]
     left_out.append(name)
     return _LEFT_OUT
+
+
+def why_unused(home: str, more: str = "") -> str:
+    """Return why a state compresses nothing: DTCOMM_DISABLE, or else that there is one rank, which is logged too.
+
+    ``home`` is the name in the log, and ``more`` what follows from there being one rank.
+    """
+    if env.disabled():
+        return env.DISABLED
+    reason = f"nothing is compressed: the process group has one rank{more}"
+    _log.warning("%s: %s", home, reason)
+    return reason
 
 
 Key = tuple[str, str, str, str]  # name of the message, what, codec, dtype

@@ -16,6 +16,9 @@ import torch
 from dtcomm.profiling.summary import format_bytes
 from dtcomm.work import Work
 
+#: Why a message is left uncompressed although it could be compressed, as options ask.
+SMALL = "small: predicted to be faster uncompressed"
+
 
 def total_seconds(times: Iterable[float | None]) -> float | None:
     """Return the sum; None if a time is unknown, as those of operations on a CUDA stream are."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
-from dtcomm import env, torch_compat
+from dtcomm import torch_compat
 from dtcomm.arguments import require_factor, shares_options
 from dtcomm.collectives.groups import Announcement, GroupOrMesh, process_group_of
 from dtcomm.compress import checkpoint
@@ -29,7 +29,7 @@ from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import VERIFY, Payoff, unmeasured
 from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import Report, describe_uncompressed
-from dtcomm.compress.reporting import CopiedState, Reporting
+from dtcomm.compress.reporting import CopiedState, Reporting, why_unused
 from dtcomm.compress.spec import AUTO, Scheme, choose_feedback, parse_scheme, require_kernels
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.ddp.auto import BASELINE, SCOPE, ProcessGroupConsensus, Tuner, Verifier
@@ -462,13 +462,9 @@ class DDPState(Reporting):
         Args:
             has_hook: Whether the hook is registered nevertheless.
         """
-        if env.disabled():
-            self._unused = env.DISABLED
-            return
-        self._unused = "nothing is compressed: the process group has one rank"
-        if not has_hook and any(isinstance(scheme, DGC) for scheme in self._chooser.schemes):
-            self._unused += ", and the momentum of 'dgc' does not act; give it to the optimizer"
-        _log.warning("dtcomm.ddp: %s", self._unused)
+        idle = not has_hook and any(isinstance(scheme, DGC) for scheme in self._chooser.schemes)
+        more = ", and the momentum of 'dgc' does not act; give it to the optimizer" if idle else ""
+        self._unused = why_unused("dtcomm.ddp", more)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket in place; the future holds its buffer once that is done. The hook calls it."""

@@ -19,7 +19,7 @@ from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
 from dtcomm.compress.report import Report, describe_uncompressed
-from dtcomm.compress.reporting import Reporting
+from dtcomm.compress.reporting import Reporting, why_unused
 from dtcomm.compress.residuals import FORMS, log_feedback
 from dtcomm.compress.traffic import Traffic, group_traffic
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
@@ -355,11 +355,7 @@ class FSDPState(Reporting):
 
     def set_unused(self) -> None:
         """Say in the log, the report and the state that this state compresses nothing, and why."""
-        if env.disabled():
-            self._unused = env.DISABLED
-            return
-        self._unused = "nothing is compressed: the process group has one rank"
-        _log.warning("dtcomm.fsdp: %s", self._unused)
+        self._unused = why_unused("dtcomm.fsdp")
 
     def exclude(self, module: str, pattern: str) -> None:
         """Send a module uncompressed, because its name matches ``pattern``."""

@@ -21,6 +21,7 @@ from dtcomm.collectives import Algorithm
 from dtcomm.collectives.groups import GroupOrMesh, compression_pays, process_group_of
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.spec import AUTO, COMPRESSORS
+from dtcomm.compress.traffic import SMALL
 from dtcomm.profiling.summary import format_bytes
 
 #: Up to this many uncompressed bytes (one token, or a few) a message is sent uncompressed if the planner predicts that
@@ -29,10 +30,6 @@ SMALL_MESSAGE_BYTES = 64 * 1024
 NONE = codec("none")
 #: Algorithms whose result for an element does not depend on the element's position in the message.
 POSITION_INDEPENDENT = ("one_shot", "two_shot_symmetric")
-
-
-#: Why a sum that was to be compressed is not, in reports; `LayerTraffic.reason` has the predicted times.
-SMALL = "small: predicted to be faster uncompressed"
 
 
 class CallKind(NamedTuple):

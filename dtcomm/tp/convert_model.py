@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
+from dtcomm import env
 from dtcomm.arguments import complete_options, require_bool, require_int, shares_options
 from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
@@ -30,10 +31,10 @@ from dtcomm.collectives.groups import Announcement, GroupOrMesh, sent_bytes
 from dtcomm.compress.models import kind_of, refuse_join, wrong_type
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
 from dtcomm.compress.policy import exclusions
-from dtcomm.compress.report import Report
-from dtcomm.compress.reporting import Reporting
+from dtcomm.compress.report import Report, describe_uncompressed
+from dtcomm.compress.reporting import Reporting, why_unused
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error, require_kernels
-from dtcomm.compress.traffic import Traffic
+from dtcomm.compress.traffic import SMALL, Traffic, group_traffic
 from dtcomm.torch_compat import ModuleHook
 from dtcomm.tp.comm_config import NONE, CallKind, CommConfig, parse_codec
 from dtcomm.tp.functional import compiled_traffic
@@ -404,6 +405,8 @@ class TPState(Reporting):
         }
         self.excluded = dict(excluded)
         self._comm = comm
+        idle = env.disabled() or (comm.world_size == 1 and (comm.codec, comm.backward_codec) != (NONE, NONE))
+        self._unused = why_unused("dtcomm.tp") if idle else ""
         self._modules = dict(layers)
         # Counters of compiled code are those of its group: what other models have counted is left out.
         self._compiled_before = Counter(compiled_traffic(comm.group_name).counts)
@@ -458,10 +461,10 @@ class TPState(Reporting):
             model(tokens)
             state.print_report()
         """
-        counted = self._count()
+        counted = [(part.name, part.traffic) for part in self._count()]
         report = Report.of_traffic(
-            [(part.name, part.traffic) for part in counted],
-            unit="layers",
+            counted,
+            uncompressed=self._unused or describe_uncompressed(group_traffic(counted), "layers"),
             integration=self.integration,
             rank=self._comm.rank,
             world_size=self._comm.world_size,
@@ -493,7 +496,7 @@ class TPState(Reporting):
                     what=what,
                     dtype=str(kind.dtype).removeprefix("torch."),
                     reason=kind.reason,
-                    fallback=bool(kind.reason),
+                    fallback=bool(kind.reason) and kind.reason != SMALL,
                     seconds=None,
                 )
                 key = (name, what, traffic.codec, traffic.dtype, traffic.reason)
@@ -532,7 +535,7 @@ class TPState(Reporting):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if report.uncompressed and not self._logged:
+        if report.uncompressed and not (self._logged or self._unused):
             self._logged = True
             if report.rank == 0:
                 _log.warning("dtcomm.tp: %s", report.uncompressed)

@@ -110,19 +110,31 @@ def log_uncompressed(rank: int, ranks: int, dtype: torch.dtype, tokens: int, gra
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "grad", "says"),
+    ("dtype", "tokens", "grad", "begins", "says"),
     [
-        (torch.float32, 1, False, "activations of 2 of 3 layers with 50% of the elements"),
-        (torch.float32, 1, True, "(small: predicted to be faster uncompressed)"),
-        (torch.float64, 512, False, "3 layers"),
-        (torch.float64, 512, True, "(int8 does not take float64)"),
+        (
+            torch.float32,
+            1,
+            False,
+            "not compressed: ",
+            "activations of 2 of 3 layers with 50% of the elements",
+        ),
+        (torch.float32, 1, True, "not compressed: ", "(small: predicted to be faster uncompressed)"),
+        (torch.float64, 512, False, "nothing is compressed although asked for: ", "3 layers"),
+        (
+            torch.float64,
+            512,
+            True,
+            "nothing is compressed although asked for: ",
+            "(int8 does not take float64)",
+        ),
     ],
 )
-def test_sums_that_travelled_uncompressed_although_asked_for_are_logged_once(
-    dtype: torch.dtype, tokens: int, grad: bool, says: str
+def test_sums_that_were_sent_uncompressed_are_logged_once(
+    dtype: torch.dtype, tokens: int, grad: bool, begins: str, says: str
 ) -> None:
     (logged, first_line, traffic, comm), (elsewhere, *_) = run_ranks(log_uncompressed, 2, dtype, tokens, grad)
-    assert "compressed although asked for: " in first_line and says in first_line
+    assert first_line.startswith(begins) and says in first_line
     assert logged == [f"dtcomm.tp: {first_line}"] and elsewhere == []
     assert traffic.startswith(f"3 sums of {3 * tokens * WIDTH:,} elements, ")
     assert "all uncompressed (" in traffic and "ProcessGroup" not in comm and "\n" not in comm
@@ -132,6 +144,13 @@ def test_nothing_is_logged_where_all_is_as_asked() -> None:
     for logged, first_line, traffic, _ in run_ranks(log_uncompressed, 2, torch.float32, 4096, False):
         assert logged == [] and first_line.startswith("dtcomm TP: 5 layers")
         assert "uncompressed" not in traffic
+
+
+@on_ranks(1)
+def test_one_rank_is_told_that_nothing_is_compressed(rank: int, ranks: int) -> None:
+    one_rank = "nothing is compressed: the process group has one rank"
+    (logged, first_line, *_) = log_uncompressed(rank, ranks, torch.float32, 1, True)
+    assert first_line == one_rank and logged == [f"dtcomm.tp: {one_rank}"]
 
 
 @on_ranks(2)
