@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = [
     "NAMES",
     "AllGather",
-    "BatchNorm",
     "Comm",
     "DDPMeshInfo",
     "FSDPMeshInfo",

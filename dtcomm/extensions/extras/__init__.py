@@ -4,12 +4,10 @@
 - `BalancedSampler` sizes each rank's batches by its speed; `balance` connects it to the state of a DDP model.
 - `FrozenVariance` keeps Adam's second moment after a warm-up, for coarse codecs; `freeze_variance` does so for a
   `dtcomm.fsdp.ShardedOptimizer`.
-- `SyncBatchNorm` sums the statistics of all ranks in a codec.
 - `InvariantRowParallelLinear` gives the same bits on every number of ranks.
 """
 
 from dtcomm.extensions.extras.balanced_sampler import BalancedSampler, balance
-from dtcomm.extensions.extras.batch_norm import SyncBatchNorm
 from dtcomm.extensions.extras.frozen_variance import FrozenVariance, freeze_variance
 from dtcomm.extensions.extras.invariant_sum import InvariantRowParallelLinear
 from dtcomm.extensions.extras.metrics_server import MetricsServer
@@ -25,6 +23,6 @@ from dtcomm.extensions.extras.run_monitor import (
 
 __all__ = [
     "AxisShare", "BalancedSampler", "FrozenVariance", "InvariantRowParallelLinear", "MetricsServer",
-    "RankSpeed", "RunMonitor", "RunReport", "Straggler", "SyncBatchNorm", "balance", "count_flops",
+    "RankSpeed", "RunMonitor", "RunReport", "Straggler", "balance", "count_flops",
     "find_stragglers", "freeze_variance", "peak_flops", "transformer_flops",
 ]  # fmt: skip
