@@ -1,11 +1,9 @@
-"""FLOPs, MFU, the metrics of a run, the endpoint, and that the board shows metrics that exist."""
+"""FLOPs, MFU, the metrics of a run, and that the board shows metrics that exist."""
 
 from __future__ import annotations
 
 import json
 import re
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ from torch import nn
 from dtcomm.compress.measurements import Fidelity
 from dtcomm.extensions.extras import (
     AxisShare,
-    MetricsServer,
     RankSpeed,
     RunMonitor,
     count_flops,
     peak_flops,
     transformer_flops,
 )
-from dtcomm.profiling import Metric, Timeline, prometheus
+from dtcomm.profiling import Metric, Timeline
 from tests.unit.compress.test_report import make_report, make_row
 from tests.unit.profiling.steps import step
 
@@ -134,29 +131,6 @@ def test_a_run_without_ranks_is_measured() -> None:
 def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         RunMonitor(**options)
-
-
-def test_the_endpoint_serves_what_was_published_last() -> None:
-    server = MetricsServer(labels={"rank": "3"})
-    url = f"http://127.0.0.1:{server.port}/metrics"
-
-    def get(path: str = url) -> str:
-        with urllib.request.urlopen(path, timeout=10) as answer:
-            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-            return str(answer.read().decode())
-
-    try:
-        assert get() == ""
-        monitor = monitor_with_values()
-        server.publish(monitor)
-        assert get() == prometheus(monitor, {"rank": "3"})
-        assert 'dtcomm_axis_communication_share{rank="3",axis="dp"} 0.3' in get().splitlines()
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            get(f"http://127.0.0.1:{server.port}/elsewhere")
-    finally:
-        server.close()
-    with pytest.raises(urllib.error.URLError):
-        get()
 
 
 def state_with_all_metrics() -> Any:
