@@ -45,7 +45,7 @@ from dtcomm.ddp.observers import (
     UncompressedObserver,
 )
 from dtcomm.ddp.options import DEFAULTS, Options, checked
-from dtcomm.ddp.reducer import Reducer, ReducerObserver
+from dtcomm.ddp.reducer import Reducer
 from dtcomm.profiling import Timeline
 from dtcomm.torch_compat import GradBucket
 from dtcomm.tp.sharded_module import shard_groups
@@ -214,14 +214,6 @@ class DDPState(Reporting):
             total: The samples of all ranks together, the same on all ranks.
         """
         self._reducer.set_samples(samples, total)
-
-    def attach_observer(self, make: Callable[[Reducer], ReducerObserver]) -> None:
-        """Let an observer follow the backward passes.
-
-        Args:
-            make: Returns the observer of a reducer.
-        """
-        self._reducer.attach(make(self._reducer))
 
     def retune(self) -> None:
         """Let "auto" choose again, from the next step on: the link or the model has changed. Call it on every rank.
