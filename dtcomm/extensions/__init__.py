@@ -3,8 +3,7 @@
 - `jobs` predicts collectives, training steps and whole jobs on hardware that need not exist: ``dtcomm plan``.
 - `elastic` trains with ranks that come and go: ``dtcomm coordinator``.
 - `calibrate` makes plans of tensor parallelism: ``dtcomm tp``.
-- `extras` has a run monitor, an optimizer for coarse codecs
-  and sums with the same bits on every number of ranks.
+- `extras` has an optimizer for coarse codecs, and sums with the same bits on every number of ranks.
 - `weights` sends new weights to inference engines as lossless deltas.
 
 An extension imports any part of dtcomm and no other extension. No part of the core imports an extension; a command of

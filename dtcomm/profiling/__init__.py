@@ -8,7 +8,6 @@
     state.log(wandb, step)                                      # or a SummaryWriter, a logger of Lightning
 
 Everything with a ``metrics()`` method can be written for Prometheus and given to a logger (`log_metrics`).
-`dtcomm.extensions.extras` has a monitor of whole runs.
 """
 
 from __future__ import annotations

@@ -391,16 +391,6 @@ def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
     return entry.communicator if entry is not None and entry.reference() is group else None
 
 
-def existing_communicators(group: dist.ProcessGroup | None) -> list[Communicator]:
-    """All communicators of a group that exist already: for the CPU, channels, devices and pairs of ranks."""
-    target = torch_compat.default_group() if group is None else group
-    entry = _cache.get(id(target))
-    if target is None or entry is None or entry.reference() is not target:
-        return []
-    with _lock:
-        return entry.communicators()
-
-
 def group_entry(group: dist.ProcessGroup) -> GroupEntry:
     """The entry of a usable group, made if need be. CommunicatorClosed if the program exits."""
     if _exiting:
