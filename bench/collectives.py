@@ -23,12 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.common import harness, native, peers, report
+from bench.common import harness, mpi, native, peers, report
 from bench.common.harness import Measure
 from bench.common.native import Segment, Tuning, Yardstick, tuning
 from bench.common.pool import Pool, pin
 from bench.common.ranks import contestant, rank_pool
-from dtcomm.cli.perf import mpi
 from dtcomm.cli.perf.backend import CollectiveCall
 from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.cli.perf.libraries import Gloo, find_backend
@@ -216,7 +215,7 @@ class Peers:
 
 
 def _of_mpi(ranks: mpi.MpiRanks, collective: str, numel: int, calls: int) -> float:
-    return max(ranks.measure(collective=collective, numel=numel, warm=1, iters=calls))[0]
+    return max(ranks.measure(collective=collective, numel=numel, warm=1, iters=calls))
 
 
 def _of_yard(pool: Pool, algorithm: int, numel: int, settings: Tuning, calls: int) -> float:

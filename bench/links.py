@@ -31,11 +31,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.common import delayed_link, harness, netns, report
+from bench.common import delayed_link, harness, mpi, netns, report
 from bench.common.harness import Measure
 from bench.common.pool import Pool
 from bench.common.ranks import contestant, rank_pool
-from dtcomm.cli.perf import mpi
 from dtcomm.runtime.bootstrap import between_hosts
 
 KB, MB = 1 << 10, 1 << 20
@@ -129,7 +128,7 @@ def why_no_ucx() -> str:
 
 
 def _of_mpi(ranks: mpi.MpiRanks, numel: int, calls: int) -> float:
-    return max(ranks.measure(numel=numel, warm=1, iters=calls))[0]
+    return max(ranks.measure(numel=numel, warm=1, iters=calls))
 
 
 class Link:

@@ -14,7 +14,7 @@ import torch
 
 from dtcomm import algorithms, cli
 from dtcomm.cli import split_codecs
-from dtcomm.cli.perf import mpi, placement
+from dtcomm.cli.perf import placement
 from dtcomm.cli.perf.collectives import ALIASES, COLLECTIVES, DTYPES
 from dtcomm.cli.perf.libraries import BACKEND_HELP, PEERS, backend_names, find_backend
 from dtcomm.cli.perf.placement import CPU, CUDA
@@ -38,9 +38,8 @@ reading the table
   #wrong counts elements that differ from the exact result, on all ranks; with a lossy codec, elements outside the
   codec's error bound (all elements if the mean error is too large or if ranks differ in a bit). maxerr is
   max|error| / max|result|, meanerr is mean|error| / mean|result|. ratio is the median time of the reference
-  (gloo, or else the last row of a size) over this row's, in place; with --compare, "vs gloo", "vs mpi" and so on are
-  that peer's median over this row's. Open MPI runs in separate processes and is called from C; its results are not
-  checked.
+  (gloo, or else the last row of a size) over this row's, in place; with --compare, "vs gloo" and "vs nccl" are
+  that peer's median over this row's.
 on GPUs
   times are between CUDA events on the stream, and the host waits once per batch; -C reports the CPU time of queueing
   instead. With -G time is a graph replay's divided by its calls (-n, or fewer if a sum in place would overflow).
@@ -261,8 +260,6 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
         gpus = torch.cuda.device_count() if device == CUDA else 0
         namespace.nproc = max(2, gpus) if schedule is None else schedule.ranks
     variants = tuple(_variants(namespace, schedule, compare, device))
-    if any(variant.backend == "mpi" for variant in variants):
-        _require_mpi(namespace)
     ops = OPS if namespace.op == "all" else tuple(namespace.op.split(","))
     if unknown := set(ops) - set(OPS):
         raise ValueError(f"-o {sorted(unknown)[0]!r} is not one of {', '.join(OPS)}, all")
@@ -319,13 +316,6 @@ def _root_rank(namespace: argparse.Namespace, schedule: Schedule | None) -> int 
     if schedule is not None:
         return schedule.root
     return None if namespace.root == "all" else int(namespace.root)
-
-
-def _require_mpi(namespace: argparse.Namespace) -> None:
-    if reason := mpi.why_unavailable():
-        raise ValueError(f"mpi: {reason}")
-    if namespace.agg_iters != 1 or namespace.report_cputime or namespace.blocking:
-        raise ValueError("mpi: Open MPI is measured without -m, -z and -C")
 
 
 def _variants(

@@ -54,12 +54,10 @@ class Backend(abc.ABC):
 
     Attributes:
         supports_codecs: Whether it has codecs and algorithms.
-        measures_itself: Whether it has its own processes and clock (`measure_calls`); its results are not checked.
         devices: The devices its tensors may be on.
     """
 
     supports_codecs: ClassVar[bool] = False
-    measures_itself: ClassVar[bool] = False
     devices: ClassVar[tuple[str, ...]] = (CPU, CUDA)
 
     def __init__(self, timeout: float, place: Placement | None = None) -> None:
@@ -112,13 +110,6 @@ class Backend(abc.ABC):
         """Whether operations called so far are carried out as they will be from now on; the same on all ranks."""
         return True
 
-    def measure_calls(self, case: Any, iters: int, warmup: int) -> list[list[float]]:
-        """Return the seconds of each call of a `verify.Case`, by rank, if it ``measures_itself``."""
-        raise TypeError("abstract")
-
     def describe(self) -> str:
         """Return a short description for the header."""
         return ""
-
-    def close(self) -> None:  # noqa: B027 - most backends start nothing
-        """Stop the processes it started."""

@@ -1,6 +1,6 @@
 """Backends of ``dtcomm perf``: dtcomm's runtimes, and torch.distributed over Gloo and NCCL.
 
-`BACKENDS` lists them by name; Open MPI's is in `mpi`. ``module:Class`` names a subclass of `Backend` from elsewhere.
+`BACKENDS` lists them by name. ``module:Class`` names a subclass of `Backend` from elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from dtcomm import collectives
 from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES
-from dtcomm.cli.perf.mpi import OpenMpi
 from dtcomm.cli.perf.placement import CPU, CUDA, Placement
 from dtcomm.work import COMPLETED, CompositeWork
 
@@ -340,9 +339,8 @@ BACKENDS: dict[str, type[Backend]] = {
     "process_group": ProcessGroup,
     "gloo": Gloo,
     "nccl": Nccl,
-    "mpi": OpenMpi,
 }
-PEERS = ("gloo", "mpi", "nccl")
+PEERS = ("gloo", "nccl")
 BACKEND_HELP = (
     f"{', '.join(BACKENDS)}, or module:Class of your own; repeated or a,b compares in one table "
     "(native; dtcomm on GPUs)"

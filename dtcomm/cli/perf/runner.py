@@ -229,8 +229,6 @@ def run(options: PerfOptions, listener: ProgressListener, place: Placement | Non
         )
     finally:
         listener.stop()
-        for backend in backends.values():
-            backend.close()
 
 
 def measure_rows(
@@ -302,20 +300,13 @@ def _create_backends(options: PerfOptions, place: Placement, supports_codecs: bo
 def _measure_row(options: PerfOptions, backend: Backend, variant: Variant, group: RowGroup) -> PerfRow:
     collective = COLLECTIVES[options.collective]
     case = group.case(collective, dist.get_rank(), dist.get_world_size())
-    out_of_place = in_place = wire_bytes = None
-    if backend.measures_itself:
-        times = backend.measure_calls(case, options.iters, options.warmup_iters)
-        measurement = Measurement(timing=timing.summarize(times, 1, options.average), check=None)
-        # The backend measures only what its API supports.
-        out_of_place, in_place = (None, measurement) if collective.in_place_api else (measurement, None)
-        transport = backend.transport_used(None)
-    else:
-        bench = CaseBench(options, backend, variant, case)
-        works_in_place = not collective.needs_two_tensors
-        if options.out_of_place or not works_in_place:
-            out_of_place = bench.measure(in_place=False)
-        in_place = bench.measure(in_place=True) if works_in_place else None
-        wire_bytes, transport = bench.measure_transport()
+    out_of_place = None
+    bench = CaseBench(options, backend, variant, case)
+    works_in_place = not collective.needs_two_tensors
+    if options.out_of_place or not works_in_place:
+        out_of_place = bench.measure(in_place=False)
+    in_place = bench.measure(in_place=True) if works_in_place else None
+    wire_bytes, transport = bench.measure_transport()
     return PerfRow(
         size=collective.size(case.count, case.dtype, case.ranks),
         count=case.count,

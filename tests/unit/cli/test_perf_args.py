@@ -67,7 +67,7 @@ def test_a_gather_has_no_operator() -> None:
         ("alltoall", "invalid choice: 'alltoall'"),
         ("-b 1K", "collective: expected one of all_reduce, "),
         ("all_reduce -b 1Q", "'1Q' is not a size"),
-        ("all_reduce --compare ucc", "--compare 'ucc' is not one of gloo, mpi, nccl"),
+        ("all_reduce --compare ucc", "--compare 'ucc' is not one of gloo, nccl"),
         ("all_reduce --compare gloo --backend gloo", "--backend gloo does not measure dtcomm"),
         ("all_reduce -b 2K -e 1K", "-b 2048 is larger than -e 1024"),
         ("all_reduce -b 0 -e 1K -f 2", "do not grow"),

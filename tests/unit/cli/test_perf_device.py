@@ -31,11 +31,8 @@ def test_gpus_are_measured_by_default_if_torch_sees_them() -> None:
     assert (chosen.device, chosen.nproc, chosen.backends) == ("cuda", 4, ["dtcomm"])
     assert "torch sees a GPU" in chosen.device_reason
     assert parse("all_reduce --device cpu").backends == ["native"]
-    for line in ("--backend native", "--backend gloo,native", "--compare mpi"):
-        try:
-            named = parse(f"all_reduce {line}")
-        except SystemExit:  # Open MPI may not be here
-            continue
+    for line in ("--backend native", "--backend gloo,native"):
+        named = parse(f"all_reduce {line}")
         assert named.device == "cpu" and "CPU tensors only" in named.device_reason
     assert parse("all_reduce --nproc 2 --device cuda").nproc == 2
     assert parse("all_reduce --compare nccl -d bfloat16").backends == ["dtcomm", "nccl"]
@@ -60,7 +57,7 @@ def error_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--device cuda", "--device cuda: torch sees no CUDA device; valid: cpu"),
         ("--device tpu", "--device: invalid choice: 'tpu'"),
         ("--backend nccl", "--backend nccl: has no cpu tensors; valid for cpu: dtcomm, native, "),
-        ("--compare nccl", "--compare nccl: has no cpu tensors; valid for cpu: gloo, mpi"),
+        ("--compare nccl", "--compare nccl: has no cpu tensors; valid for cpu: gloo"),
         ("-G 3", "-G 3: CUDA graphs need --device cuda, not cpu"),
     ],
 )
