@@ -31,7 +31,6 @@ from api_pages import (
     escape,
     option_parameters,
     public,
-    public_callables,
     shared_arguments,
     shared_options,
     summary,
@@ -46,7 +45,20 @@ INTEGRATIONS = (
     "dtcomm.fsdp.ShardedOptimizer",
     "dtcomm.tp.compress",
     "dtcomm.local_sgd.LocalSGD",
+    "dtcomm.pipeline.compress",
+    "dtcomm.context_parallel.attention",
+    "dtcomm.moe.dispatch",
 )
+# Word → why the integrations of the table that do not take it have no use for it.
+WHY_NOT = {
+    "exclude": "A message between pipeline stages, of attention or of experts is a whole activation. It has no parts "
+    "with names; the calls that should stay uncompressed take the codec `none`.",
+    "feedback": "Activations of tensor parallelism, attention and experts belong to other tokens in every step, so a "
+    "residual of one step has no place in the next. Pipelines keep residuals of gradients.",
+    "guard": "A guard compares averages of gradients with uncompressed ones. Activations are not averaged over steps "
+    "or ranks, so there is nothing to compare; a codec that loses too much is refused instead (`allow_inaccurate`).",
+    "seed": "Sums of activations and rows of experts take the number of the call as their seed.",
+}
 _OPTIONS = """\
 # Options
 
@@ -181,7 +193,7 @@ def _codec_rows(make: Any, fields: Mapping[str, Any]) -> Iterator[str]:
 
 def _shared_words() -> Iterator[str]:
     """The defaults of each word that at least two integrations have."""
-    columns = {name: option_parameters(value) for name, value in public_callables(INTEGRATIONS)}
+    columns = {name: option_parameters(public()[name]) for name in INTEGRATIONS}
     words = {word: None for parameters in columns.values() for word in parameters}
     yield " | ".join(["| argument", *(f"`{name.removeprefix('dtcomm.')}`" for name in columns)]) + " |"
     yield "|---" * (len(columns) + 1) + "|"
@@ -192,6 +204,8 @@ def _shared_words() -> Iterator[str]:
                 "" if parameter is None else default_text(parameter) or "required" for parameter in having
             ]
             yield f"| `{word}` | {' | '.join(cells)} |"
+    yield "\nWhere a word is missing:\n"
+    yield from (f"- `{word}`: {reason}" for word, reason in WHY_NOT.items())
 
 
 # --- command line --------------------------------------------------------------------------------------------------

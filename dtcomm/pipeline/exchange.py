@@ -94,9 +94,17 @@ class Exchange:
 
     Messages from one rank to another arrive in the order in which they were sent, whatever stages and micro-batches
     they belong to. Both ranks run the same schedule, so they agree on that order.
+
+    Args:
+        seed: Seed of stochastic rounding; the number of the message is added.
+
+    Attributes:
+        messages: Number of messages that were sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self.messages = 0
+        self._seed = seed
         self._inboxes: dict[tuple[int, str], Inbox] = {}
         self._sent: deque[tuple[Work, Traffic, int]] = deque()
 
@@ -113,10 +121,21 @@ class Exchange:
 
         ``plain_bytes`` is what the message stands for, uncompressed.
         """
-        work = send(tensor, link.peer, codec=codec, group=link.group, async_op=True, residual=residual)
+        options: dict[str, Any] = {
+            "codec": codec,
+            "group": link.group,
+            "seed": self.next_seed(),
+            "residual": residual,
+        }
+        work = send(tensor, link.peer, async_op=True, **options)
         self._sent.append((work, traffic, plain_bytes))
         while self._sent and self._sent[0][0].is_completed():
             self._finish_oldest()
+
+    def next_seed(self) -> int:
+        """Return the seed of the next message."""
+        self.messages += 1
+        return self._seed + self.messages
 
     def finish_sends(self) -> None:
         """Wait until the peers have received everything; raises the error of a message that failed."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dtcomm import env
-from dtcomm.arguments import require_bool
+from dtcomm.arguments import require_bool, require_int
 from dtcomm.codecs import Codec
 from dtcomm.compress.models import wrong_type
 from dtcomm.compress.residuals import SampleReferences
@@ -59,13 +59,14 @@ def compress(
     backward_codec: str | Codec | None = None,
     feedback: bool | str = "auto",
     save_residuals: bool = True,
+    seed: int = 0,
     differences: bool = False,
     dynamic_shapes: bool = False,
     allow_inaccurate: bool = False,
 ) -> PipelineState:
     """Compress what pipeline stages send to each other, in place. Call it on every rank, with the same options.
 
-    With ``"none"`` the results are those of torch's stages, bit for bit. Tensors of integers or booleans travel
+    With ``"none"`` the results are those of torch's stages, bit for bit. Tensors of integers or booleans are sent
     uncompressed.
 
     Args:
@@ -78,6 +79,7 @@ def compress(
             micro-batch in the next step. Pays where the gradients of successive steps are alike. ``"auto"``: True if
             their codec loses more than 20 % of Gaussian numbers in one encoding, else False. Default: ``"auto"``.
         save_residuals: Whether `PipelineState.state_dict` has what feedback keeps. Default: True.
+        seed: Seed of stochastic rounding. Default: 0.
         differences: Send the difference to the activation of the same sample in the last epoch, as AQ-SGD does (Wang et
             al. 2022, arXiv:2206.01299), which allows 2 to 4 bits. Both ends keep an fp32 copy of the activations of
             every sample; say before each step with `PipelineState.set_samples` which samples it has. In evaluation
@@ -121,6 +123,7 @@ def compress(
     }
     for name, value in options.items():
         require_bool(name, value)
+    require_int("seed", seed)
     if differences and dynamic_shapes:
         raise ValueError(
             "differences: not valid with dynamic_shapes: a sample's activation must keep its shape"
@@ -146,9 +149,10 @@ def compress(
         dynamic_shapes=dynamic_shapes,
     )
     policy = f"activations {forward}{' (differences)' if differences else ''}, gradients {backward}"
-    state = PipelineState(listed[0].group, torch.device(listed[0].device), policy, chosen, reason)
+    state = PipelineState(listed[0].group, torch.device(listed[0].device), policy, chosen, reason, seed)
     state.save_residuals = save_residuals
-    state.arguments = {"codec": codec, "backward_codec": backward_codec, "feedback": feedback, **options}
+    codecs = {"codec": codec, "backward_codec": backward_codec}
+    state.arguments = {**codecs, "feedback": feedback, "seed": seed, **options}
     for stage in listed:
         state.add_stage(_StageMessages(stage, settings, state))
     return state
@@ -180,7 +184,6 @@ class _StageMessages:
         self._receipts: dict[tuple[str, int], list[Receipt]] = {}
         self._posted: set[tuple[str, int]] = set()  # receives of this step
         self._sent_shapes: dict[int, list[torch.Size]] = {}  # of the activations of each micro-batch
-        self._messages = 0
         self._computed = self._sent = 0
         self._examples_checked = False
         self._methods: dict[str, Callable[..., Any]] = {}
@@ -413,8 +416,8 @@ class _StageMessages:
                 continue
             selected = _select(samples, known, is_known)
             if is_known:
-                self._messages += 1
-                message, codec = references.encode(selected, rows, self._messages), f"{references.codec}"
+                seed = self._state.exchange.next_seed()
+                message, codec = references.encode(selected, rows, seed), f"{references.codec}"
             else:
                 references.store(selected, rows)
                 message, codec = rows.contiguous(), "none"

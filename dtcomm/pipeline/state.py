@@ -63,6 +63,7 @@ class PipelineState(Reporting):
         policy: What was asked for, for reports.
         feedback: Whether gradients have error feedback.
         feedback_reason: Why, if "auto" chose it.
+        seed: Seed of stochastic rounding.
 
     Attributes:
         exchange: The messages under way.
@@ -82,9 +83,10 @@ class PipelineState(Reporting):
         policy: str,
         feedback: bool,
         feedback_reason: str = "",
+        seed: int = 0,
     ) -> None:
         self.arguments = {}
-        self.exchange = Exchange()
+        self.exchange = Exchange(seed)
         self.residuals = Residuals()
         self.times = StepTimes()
         self.samples: torch.Tensor | None = None
@@ -175,10 +177,14 @@ class PipelineState(Reporting):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals and references of this rank, as plain tensors; save them on every rank."""
+        """Return the residuals and references of this rank, as plain tensors, and the number of its messages.
+
+        Save it on every rank.
+        """
         return checkpoint.seal(
             {
                 "integration": self.integration,
+                "messages": self.exchange.messages,
                 "residuals": self.residuals.state_dict() if self.save_residuals else {},
                 "references": {
                     f"{stage.name}/{number}": references.state_dict()
@@ -200,7 +206,11 @@ class PipelineState(Reporting):
         Raises:
             ValueError: It is damaged, from other stages, or was saved without ``differences``. Nothing has changed.
         """
-        checks = {"residuals": checkpoint.residuals(), "references": checkpoint.each(checkpoint.tensors())}
+        checks = {
+            "messages": checkpoint.COUNT,
+            "residuals": checkpoint.residuals(),
+            "references": checkpoint.each(checkpoint.tensors()),
+        }
         versions = (None, checkpoint.VERSION)
         checkpoint.require_intact(state, checks, versions=versions, integration=self.integration)
         assert isinstance(state, Mapping)
@@ -221,6 +231,7 @@ class PipelineState(Reporting):
         self.residuals.load_state_dict(expand_saved(state["residuals"]))
         for name, samples in saved.items():
             own[name].load_state_dict(samples)
+        self.exchange.messages = state["messages"]
 
     def detach(self) -> None:
         """Undo `compress`: the stages send uncompressed, by torch, again; residuals and references are freed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def test_every_public_argument_is_explained(pages: ModuleType) -> None:
     for page, (_, names) in pages.API.items():
         text = pages.api_page(page)
         sections = {part.partition("\n")[0]: part for part in re.split(r"^#+ ", text, flags=re.MULTILINE)}
-        for name, value in pages.public_callables(names):
+        for name, value in importlib.import_module("api_pages").public_callables(names):
             for key in pages.option_parameters(value):
                 arguments = sections[name].partition("**Arguments**")[2].partition("\n**")[0]
                 (row,) = re.findall(rf"^- (?:[^:]*, )?`{key}`(?:, [^:]*)?: .+", arguments, re.MULTILINE)

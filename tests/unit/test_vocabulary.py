@@ -18,6 +18,8 @@ INTEGRATIONS = (
 )
 #: Made by the functions of their packages, and not by users.
 MADE_BY_FUNCTIONS = ("dtcomm.fsdp.FSDPState", "dtcomm.moe.MoEState", "dtcomm.pipeline.PipelineState")
+#: What a user may expect every integration to take.
+COMMON = ("exclude", "feedback", "guard", "seed")
 #: Words whose defaults differ, and why.
 DIFFERENT = {
     "algorithm": "sums of gradients are measured with the direct one; the others choose by size",
@@ -56,6 +58,13 @@ def test_a_word_has_the_same_default_everywhere() -> None:
     }
     assert differing == set(DIFFERENT)
     assert {p.default for p in PARAMETERS["feedback"].values()} == {"auto"}
+
+
+def test_the_reference_says_why_an_integration_does_not_take_a_common_word() -> None:
+    integrations = reference().INTEGRATIONS
+    missing = {word for word in COMMON if not PARAMETERS[word].keys() >= set(integrations)}
+    assert missing == reference().WHY_NOT.keys()
+    assert all(set(PARAMETERS[word]) & set(integrations) for word in COMMON)
 
 
 def test_groups_may_be_axes_of_a_mesh() -> None:

@@ -230,6 +230,30 @@ def epoch_gradients(rank: int, ranks: int) -> list[torch.Tensor]:
     return run_step(make_schedule(ScheduleGPipe, stages), stages, batch(0))
 
 
+@on_ranks(2)
+def test_stochastic_rounding_follows_the_seed_and_continues_from_a_checkpoint(rank: int, ranks: int) -> None:
+    def two_steps(resume: bool, **options: int) -> list[torch.Tensor]:
+        results = []
+        state = None
+        for number in range(2):
+            if state is None or resume:
+                saved = None if state is None else state.state_dict()
+                stages = stages_of(rank, ranks, ScheduleGPipe)
+                state = compress(stages, "int4:round=stochastic", **options)
+                if saved is not None:
+                    state.load_state_dict(saved)
+            results += run_step(make_schedule(ScheduleGPipe, stages), stages, batch(number))
+        return results
+
+    first = two_steps(False, seed=3)
+    for resume, options, equal in (
+        (True, {"seed": 3}, True),
+        (False, {}, False),
+        (False, {"seed": 0}, False),
+    ):
+        assert all(map(torch.equal, first, two_steps(resume, **options))) == equal
+
+
 class Slow(torch.autograd.Function):
     """The identity, in 20 ms forward and 40 ms backward."""
 
