@@ -69,7 +69,9 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     # Not part of the core: no other part may import it. `dtcomm.cli.main` loads its commands by name.
     "extensions": (
         ANY,
-        frozenset({"torch", "numpy", "rich", "matplotlib", "torchft", "fsspec", "safetensors", "vllm"}),
+        frozenset(
+            {"torch", "numpy", "rich", "matplotlib", "torchft", "fsspec", "safetensors", "vllm", "zstandard"}
+        ),
     ),
     "backend": _may("compress collectives runtime codecs kernels streams work", "torch"),
     # Called by torch before any part of torch may be imported.
