@@ -454,17 +454,6 @@ def lightning_hook(strategy: Any) -> Any:
     return getattr(strategy, "_ddp_comm_hook", None)
 
 
-def transformers_model(model_class: Any, config: Any) -> nn.Module:
-    """Return a model of transformers with new weights."""
-    model: nn.Module = model_class._from_config(config)
-    return model
-
-
-def transformers_knows(auto_class: Any, config: Any) -> bool:
-    """Say whether an automatic class of transformers has a model for ``config``."""
-    return type(config) in auto_class._model_mapping
-
-
 # --- FSDP -----------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ COMMANDS = {
     "trace": ("dtcomm.cli.trace", "merge the ranks' timelines of a training run and summarize them"),
     "tp": (
         "dtcomm.extensions.calibrate.command",
-        "tensor parallelism: propose a plan for a model (inspect), choose a codec for each layer (calibrate)",
+        "tensor parallelism: choose a codec for each layer of a model (calibrate)",
     ),
     "coordinator": (
         "dtcomm.extensions.elastic.coordinator",

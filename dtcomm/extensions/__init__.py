@@ -2,7 +2,7 @@
 
 - `jobs` predicts collectives, training steps and whole jobs on hardware that need not exist: ``dtcomm plan``.
 - `elastic` trains with ranks that come and go: ``dtcomm coordinator``.
-- `calibrate` makes plans of tensor parallelism: ``dtcomm tp``.
+- `calibrate` chooses a codec for each layer of tensor parallelism: ``dtcomm tp calibrate``.
 - `extras` has an optimizer for coarse codecs, and sums with the same bits on every number of ranks.
 - `weights` sends new weights to inference engines as lossless deltas.
 

@@ -65,7 +65,7 @@ _COMPILED = "(compiled code)"  # stands for the layers of compiled code in repor
 _SHAPES = (
     "dtcomm.tp: a column layer gives 1 of {ranks} parts of its outputs. The forward of attention must not fix the "
     "number of heads: view(batch, length, -1, head_dim), with head_dim of the whole model. Each column layer needs the "
-    "row layer that takes its outputs: `dtcomm tp inspect MODEL --heads N` shows the pairs"
+    "row layer that takes its outputs"
 )
 
 _log = logging.getLogger("dtcomm")

@@ -3,8 +3,7 @@
     dtcomm.tp.hf_transformers.register("int8", backward_codec="int8")  # once, before the model is made
     tp_plan = {"model.layers.*.mlp.up_proj": "colwise_int8", "model.layers.*.mlp.down_proj": "rowwise_int8"}
 
-`register` adds styles that a ``tp_plan`` can name. `from_folder` and `cut_windows` are used by ``dtcomm tp calibrate``,
-`from_config` by ``dtcomm tp inspect``.
+`register` adds styles that a ``tp_plan`` can name. `from_folder` and `cut_windows` are used by ``dtcomm tp calibrate``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dtcomm import torch_compat
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.tp import functional
@@ -146,38 +144,6 @@ def from_folder(
     return model, cut_windows(
         torch.tensor(tokenizer(text)["input_ids"]), batches=batches, size=size, length=length
     )
-
-
-def from_config(name: str | Path) -> torch.nn.Module:
-    """Make a model with random weights, on the meta device if that is the default one; nothing is downloaded.
-
-    ``name`` is a folder with a config.json, or a model type of transformers, of which the default configuration is
-    used. The result is the model that the configuration names, or one of its type that predicts tokens. RuntimeError if
-    transformers is not installed, ValueError if there is no such folder and no such type.
-    """
-    try:
-        module: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise RuntimeError(f"transformers: {error}; pip install transformers") from None
-    try:
-        if Path(name).is_dir():
-            config = module.AutoConfig.from_pretrained(name, local_files_only=True)
-        else:
-            config = module.AutoConfig.for_model(str(name))
-    except (OSError, ValueError):
-        raise ValueError(
-            f"MODEL: {str(name)!r} is no folder with a config.json, no model type of transformers (such as llama), and "
-            "no package.module:function"
-        ) from None
-    named = getattr(module, (getattr(config, "architectures", None) or [""])[0], None)
-    if named is not None:
-        model: torch.nn.Module = torch_compat.transformers_model(named, config)
-        return model
-    for auto in (module.AutoModelForMaskedLM, module.AutoModelForCausalLM, module.AutoModel):
-        if torch_compat.transformers_knows(auto, config):
-            model = auto.from_config(config)
-            return model
-    raise ValueError(f"MODEL: transformers has no model for {type(config).__name__}")
 
 
 def cut_windows(tokens: torch.Tensor, *, batches: int, size: int, length: int) -> list[torch.Tensor]:

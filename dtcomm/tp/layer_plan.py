@@ -182,8 +182,8 @@ def read_plan(plan: Plan | str | Path | None, model_type: str = "") -> Plan:
     if plan is None:
         if model_type not in PLANS:
             raise ValueError(
-                f"plan: no built-in plan for models of type {model_type!r}; pass a name: {', '.join(PLANS)}, or a plan "
-                "that dtcomm.extensions.calibrate.propose_plan finds"
+                f"plan: no built-in plan for models of type {model_type!r}; pass a name: {', '.join(PLANS)}, or a "
+                "mapping from name patterns to kinds, such as {'*.up': 'column', '*.down': 'row'}"
             )
         return PLANS[model_type]
     if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):

@@ -1,8 +1,7 @@
-"""Plans of tensor parallelism: proposed for a model, or with codecs that were measured on it.
+"""Plans of tensor parallelism whose codecs were measured on the model.
 
-`propose_plan` finds which layers of a model can be cut. `calibrate` measures how much compression each layer tolerates.
-Pass the result to `dtcomm.tp.compress` as ``plan``. `emulate` has the ranks in one
-process, for measurements of your own.
+`calibrate` measures how much compression each layer tolerates. Pass the result to `dtcomm.tp.compress` as ``plan``.
+`emulate` has the ranks in one process, for measurements of your own.
 
 Example::
 
@@ -13,9 +12,5 @@ Example::
 
 from dtcomm.extensions.calibrate.calibration import Calibration, calibrate
 from dtcomm.extensions.calibrate.emulate import EmulatedLayer, emulate, restore
-from dtcomm.extensions.calibrate.propose import Proposal, ProposedLayer, propose_plan
 
-__all__ = [
-    "Calibration", "EmulatedLayer", "Proposal", "ProposedLayer", "calibrate", "emulate", "propose_plan",
-    "restore",
-]  # fmt: skip
+__all__ = ["Calibration", "EmulatedLayer", "calibrate", "emulate", "restore"]

@@ -1,8 +1,4 @@
-"""Command ``dtcomm tp``: proposes a plan for a model (``inspect``), or measures a codec for each layer (``calibrate``).
-
-Both write plan files for `dtcomm.tp.compress`. ``inspect`` makes the model on the meta device, so a model of any size
-is inspected without its memory.
-"""
+"""Command ``dtcomm tp calibrate``: measures a codec for each layer, and writes a plan file for `dtcomm.tp.compress`."""
 
 from __future__ import annotations
 
@@ -20,17 +16,11 @@ from torch import nn
 
 from dtcomm.cli import COLOURS, show_progress, styled_pyplot, write_json
 from dtcomm.extensions.calibrate.calibration import CANDIDATES, Batch, Calibration, calibrate
-from dtcomm.extensions.calibrate.propose import propose_plan
 from dtcomm.profiling.summary import format_table
 from dtcomm.system import save_figure
-from dtcomm.tp.hf_transformers import from_config, from_folder
+from dtcomm.tp.hf_transformers import from_folder
 from dtcomm.tp.layer_plan import PLANS
 
-INSPECT_HELP = """\
-MODEL is one of
-  a folder with a model of transformers, of which config.json is read and nothing is downloaded,
-  a model type of transformers, such as llama or olmo2, with the sizes of its default configuration,
-  package.module:function: a function without arguments that returns a torch.nn.Module."""
 CALIBRATE_HELP = """\
 MODEL is a folder with a causal language model of transformers and its tokenizer, or package.module:function: a function
 without arguments that returns a model, batches and, if there is no ready plan, a plan (name pattern -> kind of layer).
@@ -38,16 +28,15 @@ Batches are tokens [batch, length], or pairs of inputs and targets."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; return 0, or 2 if an argument or a file is wrong."""
+    """Run the subcommand; return 0, or 2 if an argument or a file is wrong."""
     parser = argparse.ArgumentParser(prog="dtcomm tp")
-    commands = parser.add_subparsers(required=True, metavar="{inspect,calibrate}", dest="command")
-    _add_inspect(commands)
+    commands = parser.add_subparsers(required=True, metavar="{calibrate}", dest="command")
     _add_calibrate(commands)
     options = parser.parse_args(argv)
     try:
-        return inspect(options) if options.command == "inspect" else run_calibration(options)
+        return run_calibration(options)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"dtcomm tp {options.command}: {error}", file=sys.stderr)
+        print(f"dtcomm tp calibrate: {error}", file=sys.stderr)
         return 2
 
 
@@ -66,68 +55,16 @@ def _wrote(path: Path) -> None:
     print(f"Wrote {path}: dtcomm.tp.compress(model, mesh, plan={str(path)!r})", file=sys.stderr)
 
 
-# --- inspect --------------------------------------------------------------------------------------------------
-
-
-def _add(commands: Any, name: str, summary: str, description: str, epilog: str) -> Any:
-    """Add a subcommand with what both take; return the function that adds its other arguments."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=description, epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    command.add_argument("model", metavar="MODEL", help="see below")
-    command.add_argument("--ranks", type=int, default=2, help="number of ranks that share each layer (2)")
-    return command.add_argument
-
-
-def _add_inspect(commands: Any) -> None:
-    description = "Propose which layers of a model can be cut over the ranks, and say why the others cannot."
-    add = _add(commands, "inspect", "propose a plan for a model", description, INSPECT_HELP)
-    add("--heads", metavar="N[,KV]", type=_heads,
-        help="number of attention heads, and of those of keys and values (default: the model's)")  # fmt: skip
-    add("--vocabulary", action="store_true", help="cut the embedding and the output layer too")
-    add("--out", type=Path, help="write a plan file, for dtcomm.tp.compress(model, mesh, plan=...)")
-    add("--json", action="store_true", help="print JSON")
-
-
-def _heads(text: str) -> tuple[int, ...]:
-    try:
-        queries, *rest = map(int, text.split(",", 1))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected N or N,KV, got {text!r}") from None
-    return queries, *(rest or [queries])
-
-
-def inspect(options: argparse.Namespace) -> int:
-    """Print the plan that is proposed for a model, and write it."""
-    model = make_model(options.model)
-    proposal = propose_plan(model, options.ranks, heads=options.heads, vocabulary=options.vocabulary)
-    if write_json(proposal.to_dict(), "-" if options.json else None):
-        print(proposal)
-    if options.out is not None:
-        proposal.write(options.out)
-        _wrote(options.out)
-    return 0
-
-
-def make_model(text: str) -> nn.Module:
-    """Return the model that MODEL names, on the meta device."""
-    with torch.device("meta"):
-        if ":" in text:
-            model = call_function(text)
-            if not isinstance(model, nn.Module):
-                raise ValueError(f"MODEL: {text} returned {type(model).__name__}; expected a torch.nn.Module")
-            return model
-        return from_config(text)
-
-
-# --- calibrate ------------------------------------------------------------------------------------------------
-
-
 def _add_calibrate(commands: Any) -> None:
     summary = "measure each layer in each codec and write a plan"
     description = "Measure the error of each codec in each layer of a model and write a plan file."
-    add = _add(commands, "calibrate", summary, description, CALIBRATE_HELP)
+    command: argparse.ArgumentParser = commands.add_parser(
+        "calibrate", help=summary, description=description, epilog=CALIBRATE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = command.add_argument
+    add("model", metavar="MODEL", help="see below")
+    add("--ranks", type=int, default=2, help="number of ranks that share each layer (2)")
     plans = ", ".join(PLANS)
     add("--plan", help=f"kinds of layers: {plans} or a .json file (default: by the model's type)")
     add("--codecs", nargs="+", default=list(CANDIDATES), help=f"candidates ({' '.join(CANDIDATES)})")

@@ -9,8 +9,9 @@ import torch
 
 from dtcomm import tp
 from dtcomm.launch.ranks import run_ranks
+from dtcomm.tp.layer_plan import PLANS
 from tests.support.rank_tests import on_ranks
-from tests.support.tiny_models import FAMILIES, tiny_model
+from tests.support.tiny_models import FAMILIES, OTHERS, tiny_model
 
 pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -57,6 +58,29 @@ def compare_gradients(family: str, model: Any, dense: Any, state: tp.TPState) ->
 @pytest.mark.slow
 def test_plans_give_the_dense_models_logits_gradients_and_states(half: int) -> None:
     run_ranks(compare_families, 2, NEW_FAMILIES[half::2], timeout=120)
+
+
+def compare_own_plan(rank: int, ranks: int, family: str) -> None:
+    dense, model = tiny_model(family), tiny_model(family)
+    kinds = {"colwise": "column", "rowwise": "row"}
+    own = model.config.base_model_tp_plan
+    plan = {f"*{name}": kinds[style] for name, style in own.items() if style in kinds}
+    state = tp.compress(model, None, "none", plan)
+    assert set(state.layers.values()) == {"column", "row"}
+    expected, logits = dense(TOKENS).logits, model(TOKENS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    expected.square().mean().backward()
+    logits.square().mean().backward()
+    compare_gradients(family, model, dense, state)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_transformers_own_plans_give_the_dense_models_logits_and_gradients(family: str) -> None:
+    run_ranks(compare_own_plan, 2, family, timeout=120)
+
+
+def test_all_ready_plans_are_tested() -> None:
+    assert FAMILIES.keys() == PLANS.keys()
 
 
 @on_ranks(2)
