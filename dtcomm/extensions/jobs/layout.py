@@ -9,8 +9,9 @@ import torch
 
 from dtcomm.extensions.jobs.hardware import System, not_one_of, require_least
 from dtcomm.extensions.jobs.models import ModelShape
-from dtcomm.extensions.jobs.training_model import STAGES
 
+#: What is sharded over data-parallel ranks (Rajbhandari et al. 2020, arXiv:1910.02054).
+STAGES = ("ddp", "zero-1", "zero-2", "fsdp")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 RECOMPUTE = ("none", "selective", "full")
 #: Axes that a codec can serve: gradients of data parallelism, parameters that ZeRO gathers, activations of tensor

@@ -11,8 +11,7 @@ Constants of four kinds are fitted to published runs; everything else follows fr
 
 Those of Volta and Blackwell are not fitted: Volta's are assumed, Blackwell's are Hopper's.
 
-In memory, parameters and gradients follow `training_model`. Beside it, 16-bit parameters have an fp32 copy in the
-optimizer, gradients are kept in fp32, and only a rank's part of the model counts.
+In memory, 16-bit parameters have an fp32 copy in the optimizer, and gradients and residuals are kept in fp32.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dtcomm.codecs import codec as parse
 from dtcomm.extensions.jobs.layout import Job, Layout
-from dtcomm.extensions.jobs.training_model import BUCKET_BYTES, RESIDUAL_BYTES
+from dtcomm.extensions.jobs.training_model import BUCKET_BYTES
 
 MATMUL_REACH = {"volta": 0.7, "ampere": 0.771, "hopper": 0.605, "blackwell": 0.605}
 ATTENTION_REACH = {"volta": 0.4, "ampere": 0.405, "hopper": 0.31, "blackwell": 0.31}
@@ -240,10 +238,9 @@ def job_memory(job: Job, layout: Layout) -> JobMemory:
     if layout.cp > 1:
         buffers += 4 * itemsize * tokens * model.kv_width / layout.tp
     # Residuals are kept as the integrations choose by default.
-    kept_form = "fp32" if layout.codec("dp") in job.feedback else "none"
-    has_residuals = layout.replicas > 1 and parse(layout.codec("dp")).name != "none"
+    has_residuals = layout.replicas > 1 and layout.codec("dp") in job.feedback
     return JobMemory(
         parameters=parameters, gradients=gradients, optimizer=optimizer, activations=activations, buffers=buffers,
-        residuals=RESIDUAL_BYTES[kept_form] * local.total * job.trained if has_residuals else 0.0,
+        residuals=4 * local.total * job.trained if has_residuals else 0.0,
         activations_kept=kept, activations_full=full,
     )  # fmt: skip

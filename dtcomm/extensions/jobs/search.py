@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtcomm.extensions.jobs.findings import Finding, findings
-from dtcomm.extensions.jobs.layout import AXES, RECOMPUTE, SCHEDULES, Job, Layout
+from dtcomm.extensions.jobs.layout import AXES, RECOMPUTE, SCHEDULES, STAGES, Job, Layout
 from dtcomm.extensions.jobs.network import Network
 from dtcomm.extensions.jobs.rank_costs import USABLE, JobMemory, job_memory
 from dtcomm.extensions.jobs.step import JobStep, job_step
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP
-from dtcomm.extensions.jobs.training_model import STAGES
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 LEAST_CONTEXT = 2048  # tokens of a sequence that context parallelism leaves on a rank

@@ -1,4 +1,4 @@
-"""Predicts the time of a training step, and the memory of a rank. ``dtcomm plan step`` calls both.
+"""Predicts the time of a training step of data parallelism, for ``dtcomm plan step``.
 
 **DDP.** Gradients become ready bucket by bucket, and their communication overlaps the backward pass. Buckets are sent
 one after the other, each when it is ready and the previous one is complete. A step ends ``rest`` seconds (the optimizer
@@ -10,26 +10,23 @@ click model of 1 M, on a Xeon with a core for each rank; docs/results/training.m
 
 **FSDP.** A *unit*, a layer, is gathered before its forward and again before its backward, one unit ahead, and its
 gradients are reduce-scattered after its backward. Gathers and reductions take place in the order of issue.
-
-**Memory** in each stage of sharding (Rajbhandari et al. 2020, arXiv:1910.02054): FSDP and the stages 1 and 2 update
-their shards in fp32. Compression adds residuals of a rank's whole gradients.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
 from dtcomm.extensions.jobs.estimate import LINK_REACH, Estimate, chunk_elements
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.traffic_profile import profile
 
 MIB = 2**20
+BUCKET_BYTES = 25 * MIB
 BACKWARD_SHARE = 2 / 3  # of a step's arithmetic: gradients of activations and of weights
 FIRST_BUCKET_BYTES = MIB  # as in DDP, so that communication starts early
 
@@ -214,118 +211,3 @@ def parse_record(fields: Mapping[str, Any], source: str = "") -> RunRecord:
         raise ValueError(f"{source or 'record'}: no {error}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source or 'record'}: {error}") from None
-
-
-BUCKET_BYTES = 25 * 2**20
-STAGES = ("ddp", "zero-1", "zero-2", "fsdp")
-#: Bytes per element of residuals, by their form; LoCo keeps a moving average in 8 bits with a scale per block.
-RESIDUAL_BYTES = {
-    "none": 0.0, "fp32": 4.0, "bf16": 2.0, "int8": codec("int8").wire_bytes(2**20) / 2**20,
-    "loco": codec("int8:block=256").wire_bytes(2**20) / 2**20,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """A model of ``layers`` equal units; ``states`` are the optimizer's fp32 values per parameter, 2 for Adam.
-
-    ``trainable`` of its parameters learn (None: all). ``tokens`` are those of a rank and step, 0 if they are not known.
-    """
-
-    params: float
-    layers: int = 32
-    itemsize: int = 4
-    states: int = 2
-    bucket_bytes: int = BUCKET_BYTES
-    trainable: float | None = None
-    tokens: float = 0.0
-
-    def activations(self, recompute: bool) -> float:
-        """Return the bytes of a Llama's activations with fused attention, kept or recomputed layer by layer."""
-        width = math.sqrt(self.params / (12 * self.layers))
-        layer = self.tokens * (16 * self.itemsize + 2) * width  # 34 bytes in 16 bits (arXiv:2205.05198)
-        return self.tokens * self.layers * width * self.itemsize + layer if recompute else self.layers * layer
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Bytes on one rank.
-
-    ``parameters`` are those kept between steps. ``passing`` are units while they are computed with and their gradients
-    until they are reduced. ``references`` are the copies for ``delta:``.
-    """
-
-    stage: str
-    feedback: str
-    delta: bool
-    parameters: float
-    optimizer: float
-    gradients: float
-    passing: float
-    residuals: float
-    references: float
-    activations: float = 0.0
-    recompute: bool = False  # of activations
-
-    @property
-    def total(self) -> float:
-        """The sum of all parts."""
-        kept = self.parameters + self.optimizer + self.gradients + self.activations
-        return kept + self.passing + self.residuals + self.references
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the bytes, rounded, for JSON."""
-        values = {**asdict(self), "total": self.total}
-        return {name: round(value) if isinstance(value, float) else value for name, value in values.items()}
-
-
-def rank_memory(
-    model: ModelSize, ranks: int, stage: str, feedback: str = "none", delta: bool = False, capacity: int = 0
-) -> RankMemory:
-    """Return the memory of one rank; ``feedback`` is the form of the residuals.
-
-    Activations are recomputed if they do not fit in ``capacity`` bytes otherwise; 0: it is not known. With ``delta``
-    parameters are sent as differences. FSDP then keeps a copy of all of them; the sharded optimizer has the model
-    itself for that.
-    """
-    if stage not in STAGES:
-        raise ValueError(f"stage: {stage!r} is not one of {', '.join(STAGES)}")
-    if feedback not in RESIDUAL_BYTES:
-        raise ValueError(f"feedback: {feedback!r} is not one of {', '.join(RESIDUAL_BYTES)}")
-    if ranks < 1:
-        raise ValueError(f"ranks: must be at least 1, got {ranks}")
-    p, b = model.params, model.itemsize
-    learning = p if model.trainable is None else model.trainable
-    whole, sent, shard = p * b, learning * b, 4 * learning / ranks
-    unit = whole / model.layers
-    bucket = min(float(model.bucket_bytes), sent)
-    if stage == "ddp":
-        # Buckets are another copy of the gradients, unless gradient_as_bucket_view is set.
-        parts: dict[str, Any] = {"parameters": whole, "gradients": sent, "passing": sent}
-        parts["optimizer"] = model.states * 4 * learning
-    else:
-        parts = {"optimizer": model.states * shard, "gradients": shard, "parameters": shard}
-        parts["parameters"] += (whole - sent) / ranks if stage == "fsdp" else whole
-        if stage == "zero-1":
-            parts["gradients"] += sent
-        # zero-2: a bucket that fills while another one is sent. fsdp: a unit as it is gathered and as it is computed
-        # with, and the next unit, whose place its gradients take in backward.
-        parts["passing"] = {"zero-1": 0.0, "zero-2": 2 * bucket, "fsdp": 4 * unit}[stage]
-    kept = RankMemory(
-        stage=stage, feedback=feedback, delta=delta, residuals=RESIDUAL_BYTES[feedback] * learning,
-        references=sent if delta and stage == "fsdp" else 0.0, activations=model.activations(False), **parts,
-    )  # fmt: skip
-    if not capacity or not model.tokens or kept.total <= capacity:
-        return kept
-    return replace(kept, activations=model.activations(True), recompute=True)
-
-
-def memory_table(model: ModelSize, ranks: int, capacity: int = 0) -> list[RankMemory]:
-    """Return every stage uncompressed, then with each form of compression state."""
-    rows: list[RankMemory] = []
-    for stage in STAGES:
-        forms = RESIDUAL_BYTES if stage != "ddp" else [form for form in RESIDUAL_BYTES if form != "loco"]
-        more = [("none", True), ("loco", True)] if stage == "fsdp" else []
-        for feedback, delta in [*((form, False) for form in forms), *more]:
-            rows.append(rank_memory(model, ranks, stage, feedback, delta, capacity))
-    return rows

@@ -150,9 +150,6 @@ def _collective(arguments: argparse.Namespace) -> int:
 
 def _step(arguments: argparse.Namespace) -> int:
     options = step_options(arguments)
-    if options.memory is not None:
-        report.estimate_memory(options.memory, options.system, arguments.json)
-        return 0
     table = _table(arguments, options.system)
     estimate = of_model if options.model is not None else of_record
     training = estimate(options, table, _placement(options.system, table))
@@ -186,14 +183,13 @@ COMMANDS = {
         "K, M and G are powers of 1024. docs/guides/planning.md describes the models.",
     ),
     "step": _Command(
-        "a training step of DDP or FSDP on links: time, memory, and which codec pays",
-        "[ddp|fsdp] (--model K=V,… | --record FILE | --memory K=V,…) [options]",
+        "a training step of DDP or FSDP on links: its time, and which codec pays",
+        "[ddp|fsdp] (--model K=V,… | --record FILE) [options]",
         flags.add_step,
         _step,
         (
             "step --inside memory --between 10gbit --hosts 2 --model 1B,step_ms=900",
             "step fsdp --system h100 --hosts 8 --model 70B,tokens=8192,dtype=bf16",
-            "step --system h100 --hosts 2 --memory 7B,layers=32,dtype=bf16",
         ),
         "In params and tokens K, M, B and T are powers of 1000.",
     ),

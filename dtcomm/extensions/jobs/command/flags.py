@@ -16,14 +16,13 @@ from dtcomm.cli import count_argument, parse_size, size_argument
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.extensions.jobs import hardware, training_model
 from dtcomm.extensions.jobs.hardware import not_one_of
-from dtcomm.extensions.jobs.layout import RECOMPUTE, SCHEDULES
+from dtcomm.extensions.jobs.layout import RECOMPUTE, SCHEDULES, STAGES
 from dtcomm.extensions.jobs.models import PRESETS, ModelShape, find_model, is_preset, model_of_size
 from dtcomm.planner import LinkRates
 from dtcomm.planner.links import read_json
 
 DEFAULT_MFU = 0.4  # of large language models on A100s and H100s; Llama 3's report has 38 to 43 %
 MAX_LAYERS = 100_000
-FEEDBACKS = tuple(training_model.RESIDUAL_BYTES)
 TRAINING_DTYPES = {
     **dict.fromkeys(("fp32", "float", "float32"), torch.float32),
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
@@ -41,8 +40,8 @@ LEAF_HOSTS = {RAILS: 32, FAT_TREE: 4}
 class TrainingModel:
     """A training step of data parallelism, on each rank; docs/guides/planning.md has a table of the fields.
 
-    None stands for a default: `DEFAULT_MFU`, the type of tensor cores for ``dtype``, the ``feedback`` of
-    "auto", and all parameters as ``trainable``. One of ``tokens`` and ``step_ms`` is not None.
+    None stands for a default: `DEFAULT_MFU`, the type of tensor cores for ``dtype``, and all parameters as
+    ``trainable``. One of ``tokens`` and ``step_ms`` is not None.
     """
 
     params: float
@@ -53,7 +52,6 @@ class TrainingModel:
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = training_model.BUCKET_BYTES
     layers: int = 32
-    feedback: str | None = None
     trainable: float | None = None
 
     def __post_init__(self) -> None:
@@ -147,13 +145,11 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     one_of = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
     keys = (
         f"[trainable=20M] [mfu={DEFAULT_MFU}] [compute={'|'.join(COMPUTE_TYPES)}] [dtype=fp32|bf16|fp16] [bucket=25M] "
-        f"[layers=32] [feedback={'|'.join(FEEDBACKS)}]"
+        "[layers=32]"
     )
     _add_rows(one_of, (
         ("--model", "K=V,…", _model, f"params=7B and tokens=8192 (of a rank and step) or step_ms=900; {keys}"),
         ("--record", "FILE", existing_file, "replay a run, which state.record of dtcomm.ddp wrote"),
-        ("--memory", "K=V,…", _memory, "only the memory of a rank, with every stage of sharding: params=7B "
-         "[layers=32] [dtype=bf16] [states=2] [trainable=20M] [tokens=8192]"),
     ))  # fmt: skip
     _add_system(parser, cpus=True)
     group = parser.add_argument_group("what to compare")
@@ -206,7 +202,7 @@ def _add_layouts(parser: argparse.ArgumentParser) -> None:
         ("--pp", "N", number, "pipeline stages"),
         ("--cp", "N", number, "ranks of context parallelism"),
         ("--ep", "N", number, "ranks of expert parallelism"),
-        ("--stage", "NAME", _name_of(training_model.STAGES), f"what is sharded: {', '.join(training_model.STAGES)}"),
+        ("--stage", "NAME", _name_of(STAGES), f"what is sharded: {', '.join(STAGES)}"),
         ("--schedule", "NAME", _name_of(SCHEDULES), f"of the pipeline: {', '.join(SCHEDULES)}"),
         ("--micro-batch", "N", number, "sequences of a micro-batch"),
         ("--recompute", "NAME", _name_of(RECOMPUTE), f"in backward: {', '.join(RECOMPUTE)}"),
@@ -367,16 +363,6 @@ def _model(text: str) -> TrainingModel:
     return TrainingModel(**_key_values(text, STEP_KEYS))
 
 
-def _memory(text: str) -> training_model.ModelSize:
-    converters = {
-        "params": ("params", parse_count), "layers": ("layers", count_argument(1)),
-        "dtype": ("itemsize", lambda value: _dtype(value).itemsize), "states": ("states", count_argument(0)),
-        "trainable": ("trainable", parse_count), "tokens": ("tokens", parse_count),
-        "bucket": ("bucket_bytes", _bucket_bytes),
-    }  # fmt: skip
-    return training_model.ModelSize(**_key_values(text, converters))
-
-
 def _key_values(text: str, converters: Mapping[str, tuple[str, Callable[[str], Any]]]) -> dict[str, Any]:
     """Parse ``params=…,key=value,…``; ``converters`` has the field and the converter of each key.
 
@@ -454,5 +440,5 @@ STEP_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "params": ("params", parse_count), "tokens": ("tokens", parse_count), "step_ms": ("step_ms", _positive),
     "mfu": ("mfu", _positive), "compute": ("compute", _name_of(COMPUTE_TYPES)), "dtype": ("dtype", _dtype),
     "bucket": ("bucket_bytes", _bucket_bytes), "layers": ("layers", count_argument(1)),
-    "feedback": ("feedback", _name_of(FEEDBACKS)), "trainable": ("trainable", parse_count),
+    "trainable": ("trainable", parse_count),
 }  # fmt: skip

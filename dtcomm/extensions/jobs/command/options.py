@@ -14,7 +14,7 @@ import torch
 from dtcomm import codecs
 from dtcomm.cli import series, split_codecs
 from dtcomm.compress.spec import needs_feedback
-from dtcomm.extensions.jobs import hardware, training_model
+from dtcomm.extensions.jobs import hardware
 from dtcomm.extensions.jobs.across_sites import WideArea
 from dtcomm.extensions.jobs.command.flags import FAT_TREE, LEAF_HOSTS, TrainingModel, link_rates
 from dtcomm.extensions.jobs.hardware import System
@@ -53,7 +53,6 @@ class StepOptions:
     dtype: torch.dtype
     model: TrainingModel | None
     record: Path | None
-    memory: training_model.ModelSize | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,19 +126,9 @@ def links_options(arguments: argparse.Namespace) -> LinksOptions:
 def step_options(arguments: argparse.Namespace) -> StepOptions:
     """Return the step of ``dtcomm plan step``."""
     strategy, model = arguments.strategy or "ddp", arguments.model
-    if arguments.memory is not None:
-        if arguments.strategy is not None:
-            raise ValueError(f"{strategy}: not valid with --memory, which shows every stage of sharding")
-        unused = ("codec", "algorithm", "table", "plot", "parameters")
-        _refuse(
-            arguments, unused, "not valid with --memory, which shows every stage and every form of residuals"
-        )
     if arguments.record is None and arguments.datatype is not None:
-        chosen, name = (
-            "model" if model is not None else "memory",
-            str(arguments.datatype).removeprefix("torch."),
-        )
-        raise ValueError(f"-d: only valid with --record; valid: --{chosen} …,dtype={name}")
+        name = str(arguments.datatype).removeprefix("torch.")
+        raise ValueError(f"-d: only valid with --record; valid: --model …,dtype={name}")
     if strategy == "fsdp":
         _refuse(arguments, ["record"], "a record is of DDP's buckets; valid: dtcomm plan step ddp --record")
         _refuse(arguments, ["algorithm"], "not valid with fsdp, whose steps are planned with auto")
@@ -148,15 +137,13 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
             arguments, ["parameters"],
             "only FSDP gathers parameters; valid: dtcomm plan step fsdp --parameters. --codec is that of gradients",
         )  # fmt: skip
-        if model is not None and model.feedback == "loco":
-            raise ValueError("--model: feedback: 'loco' is FSDP's; valid with ddp: none, fp32, bf16, int8")
     system = system_of(arguments)
     if model is not None:
         model.compute_seconds(system.device)
     return StepOptions(
         strategy=strategy, system=system, codecs=codec_specs(arguments), algorithms=algorithm_names(arguments),
         parameters=str(codecs.codec(arguments.parameters or "none")), dtype=arguments.datatype or torch.float32,
-        **{name: getattr(arguments, name) for name in ("model", "record", "memory")},
+        model=model, record=arguments.record,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Output of ``dtcomm plan``: what all its reports share, those of collectives and steps, and that of ``step --memory``.
+"""Output of ``dtcomm plan``: what all its reports share, and those of collectives and steps.
 
 The plot of a collective shows bus bandwidth and speed-up against size, that of a training step its time.
 """
@@ -13,12 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dtcomm.cli import COLOURS, GREY, INK, new_table, styled_pyplot, write_json
-from dtcomm.extensions.jobs.command.flags import count_name
+from dtcomm.cli import COLOURS, GREY, INK, new_table, styled_pyplot
 from dtcomm.extensions.jobs.command.training import Training
-from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name, time_name
-from dtcomm.extensions.jobs.training_model import ModelSize, RankMemory, memory_table
 from dtcomm.system import save_figure
 
 WIDTH = 146  # least columns; a narrower terminal wraps the lines
@@ -74,13 +71,12 @@ def print_plan(sweeps: Sequence[Sweep], training: Training | None) -> None:
 def _header(sweep: Sweep, training: Training | None) -> str:
     system = sweep.system
     inside, between = system.inside, system.between
-    memory = f", {size_name(system.device.memory_bytes)} a rank" if system.device.memory_bytes else ""
     dtype = str(sweep.dtype).removeprefix("torch.")
     across = f"; between {system.nics} x {between.gbytes:.4g} GB/s a host, {between.latency_us:g} us"
     lines = [
         f"{sweep.collective} of {dtype}" if training is None else training.title,
         f"on {system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name} "
-        f"({system.device.name}{memory})",
+        f"({system.device.name})",
         f"inside {inside.gbytes:.4g} GB/s a rank, {inside.latency_us:g} us{across if system.hosts > 1 else ''}",
     ]
     if training is not None:
@@ -129,11 +125,10 @@ def _collectives_table(
 
 def _training_table(training: Training) -> Table:
     sharded = training.strategy == "FSDP"
-    checked = any(row.memory is not None for row in training.rows)
     columns = ["gradients", "parameters"] if sharded else ["codec"]
     columns += [">step", ">communication", ">hidden", ">scaling"]
     columns += [">MFU"] if training.flops is not None else []
-    columns += [">speed-up", ">residuals", ">buffers", *([">memory of a rank"] if checked else [])]
+    columns += [">speed-up", ">residuals", ">buffers"]
     table = new_table(columns)
     for row in training.rows:
         cells = [f"{'* ' if row is training.best else ''}{row.codec}", *([row.parameters] if sharded else [])]
@@ -145,9 +140,6 @@ def _training_table(training: Training) -> Table:
             size_name(row.residual_bytes) if row.residual_bytes else "-",
             size_name(row.buffer_bytes) if row.buffer_bytes else "-",
         ]
-        if row.memory is not None:
-            total = size_name(round(row.memory.total))
-            cells.append(f"[red]{total}: does not fit[/red]" if row.fits is False else total)
         table.add_row(*cells, style="bold" if row is training.best else None)
     return table
 
@@ -235,71 +227,3 @@ def _plot_steps(axes: Any, training: Training) -> None:
     axes.set_ylabel("ms per step")
     axes.set_title(textwrap.fill(f"scaling efficiency: {training.title}", 64), fontsize=8.5)
     axes.legend(frameon=False, fontsize=8.5)
-
-
-MEMORY_COLUMNS = (
-    "parameters", "optimizer", "gradients", "passing", "residuals", "references", "activations", "total",
-)  # fmt: skip
-MEMORY_NOTE = (
-    "passing: gathered units during their computation, their gradients, and DDP's buckets. references: the peers' copy "
-    "of the parameters, only with delta:. Activations are counted with tokens=, and recomputed where they do not fit. "
-    "The engine's buffers and what NCCL allocates come on top."
-)
-
-
-def estimate_memory(model: ModelSize, system: System, json_file: str | None) -> None:
-    """Print the table, write the JSON, or both."""
-    rows = memory_table(model, system.ranks, system.device.memory_bytes)
-    if write_json(memory_as_dict(model, system, rows), json_file):
-        print_memory(model, system, rows)
-
-
-def memory_as_dict(model: ModelSize, system: System, rows: list[RankMemory]) -> dict[str, Any]:
-    """Return JSON values: bytes on one rank, bytes per parameter, and whether that fits (None: not known)."""
-    capacity = system.device.memory_bytes
-
-    def result(row: RankMemory) -> dict[str, Any]:
-        fits = row.total <= capacity if capacity else None
-        return {**row.as_dict(), "per_parameter": round(row.total / model.params, 4), "fits": fits}
-
-    return {
-        "version": 1, **{name: getattr(model, name) for name in ("params", "layers", "itemsize", "states")},
-        "system": system.as_dict(), "ranks": system.ranks, "results": [result(row) for row in rows],
-        "assumptions": [MEMORY_NOTE],
-    }  # fmt: skip
-
-
-def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> None:
-    """Print the table."""
-    out = Output()
-    capacity = system.device.memory_bytes
-    available = f", which have {size_name(capacity)} each" if capacity else ", whose memory is not known"
-    out.text(
-        f"{count_name(model.params)} parameters of {model.itemsize} bytes in {model.layers} layers, {model.states} "
-        f"states of the optimizer for each, on {system.ranks} ranks ({system.device.name}){available}: GiB on a rank"
-    )
-    names = [name for name in MEMORY_COLUMNS if name != "activations" or model.tokens]
-    columns = ["stage", "kept as", "sent", *(f">{name}" for name in names)]
-    table = new_table([*columns, ">bytes/param", *(["fits"] if capacity else [])])
-    last = ""
-    for row in rows:
-        if last and last != row.stage:
-            table.add_section()
-        fits = row.total <= capacity
-        table.add_row(
-            row.stage if row.stage != last else "",
-            row.feedback,
-            "delta:" if row.delta else "whole" if row.stage != "ddp" else "-",
-            *(_gibibytes(getattr(row, name)) for name in names),
-            f"{row.total / model.params:.2f}",
-            *(["[green]yes[/green]" if fits else "[red]no[/red]"] if capacity else []),
-        )
-        last = row.stage
-    out.print(table)
-    out.text(MEMORY_NOTE, "dim")
-
-
-def _gibibytes(size: float) -> str:
-    if not size:
-        return "-"
-    return f"{size / 2**30:,.0f}" if size >= 100 * 2**30 else f"{size / 2**30:.3g}"

@@ -1,7 +1,7 @@
 """Training steps for ``dtcomm plan``: estimated from the size of a model, or replayed from the record of a run.
 
-A step consists of messages, whose estimates are a `Sweep` in the dtype and at the sizes of the step. Its times, its
-memory and its one verdict are computed from these.
+A step consists of messages, whose estimates are a `Sweep` in the dtype and at the sizes of the step. Its times and its
+one verdict are computed from these.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from dtcomm.extensions.jobs.sweep import (
     time_name,
     with_none,
 )
-from dtcomm.extensions.jobs.training_model import Bucket, ModelSize, RankMemory, TrainingStep, rank_memory
+from dtcomm.extensions.jobs.training_model import Bucket, TrainingStep
 from dtcomm.planner.cost_model import Table
 from dtcomm.planner.links import read_json
 
 MAX_BUCKETS = 1_000_000  # more would take minutes to replay
-STAGES = {"DDP": "ddp", "FSDP": "fsdp"}
 #: What dtcomm.fsdp sums lossy gradients with, so that none is encoded again at every hop.
 FSDP_SUMS = ("one_shot", "hierarchical")
 
@@ -85,9 +84,8 @@ class Messages:
 class TrainingRow:
     """One codec: the step, its speed-up over ``none``, and the bytes of residuals and buffers on a rank.
 
-    ``parameters`` is the codec of the parameters that FSDP gathers. ``memory`` is None for a record, which does not say
-    what the model and the optimizer keep. ``fits`` is None if the memory of the rank or of the device is not known.
-    ``mfu`` counts the whole step; it is None without FLOPs.
+    ``parameters`` is the codec of the parameters that FSDP gathers. ``mfu`` counts the whole step; it is None without
+    FLOPs.
     """
 
     codec: str
@@ -96,8 +94,6 @@ class TrainingRow:
     speedup: float
     residual_bytes: int
     buffer_bytes: int
-    memory: RankMemory | None = None
-    fits: bool | None = None
     mfu: float | None = None
 
     @property
@@ -110,14 +106,13 @@ class TrainingRow:
         return f"{self.codec} with {self.parameters} parameters"
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("codec", "parameters", "residual_bytes", "buffer_bytes", "fits")
+        names = ("codec", "parameters", "residual_bytes", "buffer_bytes")
         step, times = self.step, ("compute", "communication")
         return {
             **{name: getattr(self, name) for name in names}, "step_ms": round(step.seconds * 1e3, 4),
             **{f"{name}_ms": round(getattr(step, name) * 1e3, 4) for name in times},
             "overlap": round(step.hidden, 4), "scaling_efficiency": round(step.efficiency, 4),
             "mfu": None if self.mfu is None else round(self.mfu, 4), "speedup": round(self.speedup, 4),
-            "memory": None if self.memory is None else self.memory.as_dict(),
         }  # fmt: skip
 
 
@@ -144,8 +139,8 @@ class Training:
 
     @property
     def best(self) -> TrainingRow:
-        """The row that the verdict recommends: without a codec unless one pays and fits."""
-        row = max(self.rows, key=lambda row: row.speedup if row.fits is not False else 0.0)
+        """The row that the verdict recommends: without a codec unless one pays."""
+        row = max(self.rows, key=lambda row: row.speedup)
         return row if row.speedup > MIN_SPEEDUP else self.rows[0]
 
     def as_dict(self) -> dict[str, Any]:
@@ -258,14 +253,13 @@ def of_record(options: StepOptions, table: Table, placement: str) -> Training:
     for codec in codecs:
         # When buckets are ready is recorded with what communication takes of the cores.
         step = messages.replay(codec, record.buckets, record.rest, delays=False)
-        residuals = 0 if codec.lossless(options.dtype) else 4 * (total // options.dtype.itemsize)
         rows.append(TrainingRow(
-            codec=str(codec), parameters="none", step=step, speedup=_speedup(rows, step), residual_bytes=residuals,
+            codec=str(codec), parameters="none", step=step, speedup=_speedup(rows, step),
+            residual_bytes=_residual_bytes(codec, total // options.dtype.itemsize),
             buffer_bytes=messages.buffer_bytes(codec),
         ))  # fmt: skip
     assumptions = [
         "buckets are ready when they were in the record, and are sent one after the other",
-        "memory is not checked, because a record does not say what the model and the optimizer keep",
         *_algorithm_notes(messages, codecs, options.dtype),
         *messages.sweep.assumptions,
     ]
@@ -274,9 +268,14 @@ def of_record(options: StepOptions, table: Table, placement: str) -> Training:
         title=f"DDP step of {path.name}: {len(record.buckets)} buckets of {str(options.dtype).removeprefix('torch.')} "
         f"gradients ({size_name(total)}), recorded with {record.codec}",
         computing=f"computing: {time_name(rows[0].step.compute)} a step, as recorded",
-        gradient_bytes=total, flops=None, messages=[messages], rows=rows, verdict=_verdict(rows, options.system, ""),
+        gradient_bytes=total, flops=None, messages=[messages], rows=rows, verdict=_verdict(rows, options.system),
         assumptions=assumptions, error=error, notes=tuple(notes),
     )  # fmt: skip
+
+
+def _residual_bytes(codec: Codec, elements: float) -> int:
+    """Return what error feedback keeps on a rank, where `dtcomm.ddp.compress` and `dtcomm.fsdp.compress` turn it on."""
+    return round(4 * elements) if needs_feedback(codec) else 0
 
 
 def _speedup(rows: Sequence[TrainingRow], step: TrainingStep) -> float:
@@ -326,26 +325,14 @@ def _training_of_model(
     steps: Mapping[tuple[Codec, Codec], tuple[TrainingStep, int]], assumptions: list[str],
 ) -> Training:  # fmt: skip
     system, dtype = options.system, str(model.dtype).removeprefix("torch.")
-    itemsize, bucket = model.dtype.itemsize, model.bucket_bytes
-    size = ModelSize(
-        params=model.params, layers=model.layers, itemsize=itemsize, bucket_bytes=bucket, trainable=model.trainable,
-        tokens=model.tokens or 0.0,
-    )  # fmt: skip
-    capacity = system.device.memory_bytes
     peak = system.device.peak_flops(model.compute_type) if model.flops is not None else 0.0
     rows: list[TrainingRow] = []
     for (codec, parameters), (step, buffer_bytes) in steps.items():
-        # Without feedback= what `dtcomm.ddp.compress` and `dtcomm.fsdp.compress` do by default.
-        default = "fp32" if needs_feedback(codec) else "none"
-        kept = "none" if codec.lossless(model.dtype) else model.feedback or default
-        memory = rank_memory(size, system.ranks, STAGES[strategy], kept, capacity=capacity)
         rows.append(TrainingRow(
             codec=str(codec), parameters=str(parameters), step=step, speedup=_speedup(rows, step),
-            residual_bytes=round(memory.residuals), buffer_bytes=buffer_bytes, memory=memory,
-            fits=memory.total <= capacity if capacity else None,
+            residual_bytes=_residual_bytes(codec, model.learning), buffer_bytes=buffer_bytes,
             mfu=None if model.flops is None else model.flops / (peak * step.seconds),
         ))  # fmt: skip
-    advice = _memory_advice(size, system, strategy, rows)
     computing = f"computing: {time_name(rows[0].step.compute)} a step"
     if model.flops is None:
         computing += " (step_ms)"
@@ -363,23 +350,10 @@ def _training_of_model(
             )
         if model.compute is None and model.dtype == torch.float32:
             assumptions.append("matrix products are computed in tf32; compute=bf16 or fp32 sets another type")
-    unknown = f"; it is not compared, because the memory of the device {system.device.name} is not known"
-    activations, comes = "", "activations (tokens= counts them), "
-    if size.tokens:
-        kept, recomputed = (size_name(round(size.activations(recompute))) for recompute in (False, True))
-        activations, comes = (
-            f" and activations: {kept} if kept, {recomputed} if layers are computed again",
-            "",
-        )
-    assumptions += [
-        "the time of the optimizer's step is left out, and so is what a codec does to the training",
-        f"memory counts 2 fp32 values of the optimizer (Adam) for each parameter that learns{activations}; {comes}the "
-        f"messages' buffers and what NCCL allocates come on top{'' if capacity else unknown}",
-    ]
-    if any(row.memory is not None and row.memory.recompute for row in rows):
-        assumptions.append(
-            "activations do not fit: they are computed again, which takes up to a third of the computing more"
-        )
+    assumptions.append(
+        "the time of the optimizer's step is left out, and so are what a codec does to the training and whether the "
+        "model fits in memory: `dtcomm plan job` counts the memory of a rank"
+    )
     assumptions += dict.fromkeys(line for part in messages for line in part.sweep.assumptions)
     total = sum(nbytes * count for nbytes, count in messages[0].counts.items())
     gathered = "uncompressed" if options.parameters == "none" else f"with {options.parameters}"
@@ -390,7 +364,7 @@ def _training_of_model(
         title=f"{strategy} step of {count_name(model.params)} parameters{learn}: {dtype} gradients ({size_name(total)})"
         f"{sent}",
         computing=computing, gradient_bytes=total, flops=model.flops, messages=messages, rows=rows,
-        verdict=_verdict(rows, system, advice),
+        verdict=_verdict(rows, system),
         assumptions=assumptions,
     )  # fmt: skip
 
@@ -429,31 +403,21 @@ def _algorithm_notes(messages: Messages, codecs: Sequence[Codec], dtype: torch.d
     ]
 
 
-def _verdict(rows: Sequence[TrainingRow], system: System, advice: str) -> str:
-    """Return the answer to whether a codec pays in this step, and in the memory of this system."""
+def _verdict(rows: Sequence[TrainingRow], system: System) -> str:
+    """Return the answer to whether a codec pays in this step."""
     none, *others = rows
-    speedups = ", ".join(f"{row.label} {row.speedup:.2f}x" for row in others)
-    if none.fits is False:
-        alone = f". Its time alone would be: {speedups}" if others else ""
-        return f"this step does not fit in memory, with or without a codec: {advice}{alone}"
     if not others:
         return f"the step takes {time_name(none.step.seconds)} without a codec; none was given to compare"
-    by_gain = sorted(others, key=lambda row: -row.speedup)
-    paying = [row for row in by_gain if row.speedup > MIN_SPEEDUP]
-    fitting = [row for row in paying if row.fits is not False]
-    if fitting:
-        best = fitting[0]
-        too_large = {None: "", True: "", False: " (does not fit in memory)"}
-        rest = [f"{row.label} {row.speedup:.2f}x{too_large[row.fits]}" for row in others if row is not best]
+    speedups = ", ".join(f"{row.label} {row.speedup:.2f}x" for row in others)
+    best = max(others, key=lambda row: row.speedup)
+    if best.speedup > MIN_SPEEDUP:
         gain = f"{time_name(best.step.seconds)} a step instead of {time_name(none.step.seconds)}, {best.speedup:.2f}x"
-        return "; ".join([f"{best.label} pays: {gain}", *([", ".join(rest)] if rest else [])])
-    if paying:
-        best = paying[0]
-        return f"{best.label} would make the step {best.speedup:.2f}x faster, but does not fit in memory: {advice}"
+        rest = ", ".join(f"{row.label} {row.speedup:.2f}x" for row in others if row is not best)
+        return "; ".join([f"{best.label} pays: {gain}", *([rest] if rest else [])])
     limit = none.step.seconds / none.step.compute if none.step.compute else 1.0
     if system.ranks == 1:
         reason = "one rank sends nothing"
-    elif by_gain[0].speedup < 1 / MIN_SPEEDUP:
+    elif best.speedup < 1 / MIN_SPEEDUP:
         reason = "its messages take longer with a codec than without"
     elif limit <= MIN_SPEEDUP:
         reason = (
@@ -463,36 +427,3 @@ def _verdict(rows: Sequence[TrainingRow], system: System, advice: str) -> str:
     else:
         reason = f"a gain below {MIN_SPEEDUP - 1:.0%} is within the error of the estimates"
     return f"no codec pays in this step ({speedups}): {reason}"
-
-
-def _memory_advice(size: ModelSize, system: System, strategy: str, rows: Sequence[TrainingRow]) -> str:
-    """Return what to do about a step that does not fit in memory; empty if it fits with every codec."""
-    capacity = system.device.memory_bytes
-    if all(row.fits is not False for row in rows):
-        return ""
-    if rows[0].fits:
-        smaller = [
-            (rank_memory(size, system.ranks, STAGES[strategy], form, capacity=capacity).total, form)
-            for form in ("bf16", "int8", "loco" if strategy == "FSDP" else "none", "none")
-        ]
-        total, form = next((total, form) for total, form in smaller if total <= capacity)
-        how = "turn error feedback off" if form == "none" else f"keep its residuals in {form}"
-        return f"{how} (feedback={form} needs {size_name(round(total))} on each rank)"
-    if strategy == "DDP":
-        total = rank_memory(size, system.ranks, "fsdp", capacity=capacity).total
-        if total <= capacity:
-            how = f"shard it with FSDP, which needs {size_name(round(total))} on each rank"
-            return f"{how} (`dtcomm plan step fsdp --model …`)"
-    ranks = system.ranks
-    while ranks < 2**16:
-        ranks += system.ranks
-        total = rank_memory(size, ranks, "fsdp", capacity=capacity).total
-        if total <= capacity:
-            return (
-                f"FSDP fits from {ranks} ranks on ({size_name(round(total))} on each); on fewer, split the layers too, "
-                "with tensor parallelism (dtcomm.tp)"
-            )
-    return (
-        "its gathered layers alone are too large for FSDP: use more layers, or split them with tensor parallelism "
-        "(dtcomm.tp)"
-    )

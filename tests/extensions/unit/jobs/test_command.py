@@ -66,7 +66,10 @@ def test_a_step_has_one_verdict_which_is_that_of_its_table(capsys: pytest.Captur
         total = sum(seconds[m["size"], row["codec"]] * m["count"] for m in plan["model"]["messages"])
         assert total == pytest.approx(row["communication_ms"], rel=1e-4)
     text = printed(capsys, *STEP)
-    assert text.count("verdict:") == 1 and "pays" not in text and f"int8 {int8['speedup']:.2f}x" in text
+    assert (
+        text.count("verdict: no codec pays") == text.count("verdict:") == 1
+        and f"int8 {int8['speedup']:.2f}x" in text
+    )
 
 
 def test_a_step_whose_communication_is_hidden_needs_no_codec(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,10 +119,7 @@ def test_the_guide_shows_the_verdicts_that_are_printed(capsys: pytest.CaptureFix
 def test_devices_by_name_and_by_figures(capsys: pytest.CaptureFixture[str]) -> None:
     lora = ["--model", "7B,tokens=4096,trainable=20M,dtype=bf16"]
     plan = plan_as_json(capsys, "step", "--system", "4090", "--hosts", "4", *lora)
-    row = plan["model"]["rows"][0]
-    assert plan["ranks"] if "ranks" in plan else plan["system"]["ranks"] == 4
-    assert row["memory"]["optimizer"] == 8 * 20e6 and row["memory"]["gradients"] == 2 * 20e6
-    assert row["memory"]["parameters"] == 14e9 and row["memory"]["recompute"] and row["fits"]
+    assert plan["system"]["ranks"] == 4
     assert plan["model"]["gradient_bytes"] == 40e6 and not plan["system"]["device_is_assumed"]
     links = ["step", "--inside", "pcie4", "--between", "10gbit", "--hosts", "4", "--per-host", "1"]
     text = printed(capsys, *links, *lora)
@@ -132,41 +132,10 @@ def test_devices_by_name_and_by_figures(capsys: pytest.CaptureFixture[str]) -> N
     assert more["device"] == "4090" and more["device_memory_bytes"] == 48 * 2**30
 
 
-def test_memory_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [f"{word},feedback=fp32" if word.startswith("params") else word for word in STEP]
-    plan = plan_as_json(capsys, *argv)
-    none, int8 = plan["model"]["rows"]
-    assert plan["system"]["device_memory_bytes"] == 79 * 2**30
-    parts = int8["memory"]
-    assert (parts["parameters"], parts["gradients"], parts["optimizer"]) == (140e9, 140e9, 8 * 70e9)
-    assert parts["residuals"] == int8["residual_bytes"] == 280e9
-    assert none["fits"] is False and int8["fits"] is False
-    assert "does not fit in memory, with or without a codec: shard it with FSDP" in plan["verdicts"][0]
-    assert "`dtcomm plan step fsdp --model …`" in plan["verdicts"][0]
-    text = printed(capsys, *argv)
-    assert all(line in text for line in (*plan["verdicts"], *plan["assumptions"]))
-    _, int8 = plan_as_json(capsys, *STEP)["model"]["rows"]
-    assert int8["memory"]["residuals"] == 0  # as dtcomm.ddp.compress keeps none for int8
-
-
-def test_residuals_that_do_not_fit_can_be_kept_smaller(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "step --system a100 --hosts 2 --between 10gbit --codec int8".split()
-    plan = plan_as_json(capsys, *argv, "--model", "5B,tokens=2048,dtype=bf16,feedback=fp32")
-    assert [row["fits"] for row in plan["model"]["rows"]] == [True, False]
-    (verdict,) = plan["verdicts"]
-    assert "does not fit in memory: keep its residuals in bf16 (feedback=bf16 needs" in verdict
-    plan = plan_as_json(capsys, *argv, "--model", "5B,tokens=2048,dtype=bf16,feedback=bf16")
-    assert [row["fits"] for row in plan["model"]["rows"]] == [True, True]
-    assert plan["verdicts"][0].startswith("int8 pays: ")
-
-
-def test_a_model_too_large_for_fsdp_needs_more_ranks_or_tensor_parallelism(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    argv = "step fsdp --system h100 --hosts 8 --model 500B,layers=128,tokens=8192,dtype=bf16".split()
-    assert "FSDP fits from 768 ranks on" in plan_as_json(capsys, *argv)["verdicts"][0]
-    argv[-1] = "500B,layers=4,tokens=8192,dtype=bf16"
-    assert "tensor parallelism (dtcomm.tp)" in plan_as_json(capsys, *argv)["verdicts"][0]
+def test_what_is_assumed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_as_json(capsys, *STEP)
+    text = printed(capsys, *STEP)
+    assert plan["assumptions"] and all(line in text for line in (*plan["verdicts"], *plan["assumptions"]))
 
 
 def test_a_step_of_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +151,6 @@ def test_a_step_of_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
     assert {m["size"] for m in step["messages"]} == {30e9 / 48 * 2}
     none, int8 = step["rows"]
     assert (none["residual_bytes"], int8["residual_bytes"]) == (0, 0)  # as in dtcomm.fsdp.compress
-    assert all(row["fits"] for row in step["rows"])
     # Without a codec each of the three collectives moves the same bytes, so that codecs for all gain more.
     compressed = plan_as_json(capsys, *argv, *model, "--parameters", "fp8_e4m3")["model"]["rows"]
     assert [(row["codec"], row["parameters"]) for row in compressed] == [
@@ -299,7 +267,7 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
         ("collective --plot /no/where.png", "there is no folder /no"),
         ("collective -b 2M -e 1M", "-e 1048576: less than -b 2097152"),
         ("collective -d quarter", "argument -d/--datatype: 'quarter' is not one of int8"),
-        ("step", "one of the arguments --model --record --memory is required"),
+        ("step", "one of the arguments --model --record is required"),
         (
             "step --model params=7e9",
             "give tokens=, those of a rank in a step (for example 7B,tokens=8192), or step_ms=",
@@ -321,15 +289,14 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
         ("step --model 70B,token=8192", "'token' is not one of params, tokens, step_ms"),
         ("step --model 70B,token=8192", "did you mean 'tokens'?"),
         ("step --model 70B,step_ms=1,dtype=bf61", "dtype: 'bf61' is not one of fp32, float, float32, bf16"),
-        ("step --model 70B,step_ms=1,feedback=loco", "feedback: 'loco' is FSDP's"),
-        ("step --model 70B,tokens=1 --memory 70B", "--memory: not allowed with argument --model"),
+        ("step --model layers=3", "no params="),
+        ("step --model 1,2", "'2': expected KEY=VALUE"),
+        ("step --model 7B,params=7B", "params: given twice"),
         (
             "step --model 70B,step_ms=1 -d half",
             "-d: only valid with --record; valid: --model …,dtype=float16",
         ),
         ("step broadcast --model 7B,step_ms=1", "'broadcast' is not one of ddp, fsdp"),
-        ("step ddp --memory 7B", "ddp: not valid with --memory"),
-        ("step --memory 7B --codec int4", "--codec: not valid with --memory"),
         ("step --parameters int8 --model 7B,step_ms=1", "valid: dtcomm plan step fsdp --parameters"),
         ("step fsdp --model 7B,step_ms=1 --algorithm ring", "--algorithm: not valid with fsdp"),
         (
@@ -396,64 +363,6 @@ def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         path = tmp_path / name
         assert main([*argv, "--plot", str(path), "--json"]) == 0
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
-
-
-def test_memory_of_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["step", "--system", "h100", "--hosts", "2", "--memory", "params=1e9,layers=10,dtype=bf16"]
-    plan = plan_as_json(capsys, *argv)
-    assert (plan["ranks"], plan["itemsize"], plan["layers"]) == (16, 2, 10)
-    rows = {(row["stage"], row["feedback"], row["delta"]): row for row in plan["results"]}
-    assert len(rows) == len(plan["results"]) > 15
-    plain = [rows[stage, "none", False]["total"] for stage in ("ddp", "zero-1", "zero-2", "fsdp")]
-    assert plain == sorted(plain, reverse=True)
-    sharded = rows["fsdp", "none", False]
-    assert (sharded["parameters"], sharded["optimizer"]) == (4e9 / 16, 8e9 / 16)
-    for stage in ("zero-1", "zero-2", "fsdp"):
-        residual_bytes = [
-            rows[stage, form, False]["residuals"] for form in ("none", "loco", "int8", "bf16", "fp32")
-        ]
-        assert residual_bytes == sorted(residual_bytes) and residual_bytes[-1] == 4e9
-    assert rows["fsdp", "loco", True]["references"] == 2e9
-    assert main(argv) == 0
-    text = capsys.readouterr().out
-    assert "zero-2" in text and "delta:" in text and "bytes/param" in text
-    assert "1B parameters" in text and "79 GiB each" in text
-    for value, message in (
-        ("layers=3", "no params="),
-        ("params=0", "params: '0' is not a number of at least 1"),
-        ("params=1,x=2", "is not one of"),
-        ("params=1,2", "'2': expected KEY=VALUE"),
-        ("7B,params=7B", "params: given twice"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["step", "--memory", value])
-        assert message in capsys.readouterr().err
-
-
-def test_activations_count_where_tokens_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["step", "--system", "h100", "--hosts", "2", "--memory"]
-    without = plan_as_json(capsys, *argv, "8B,layers=32,dtype=bf16")["results"]
-    with_tokens = plan_as_json(capsys, *argv, "8B,layers=32,dtype=bf16,tokens=65536")["results"]
-    assert all(row["activations"] == 0 for row in without)
-    (fsdp,) = (
-        row
-        for row in with_tokens
-        if row["stage"] == "fsdp" and row["feedback"] == "none" and not row["delta"]
-    )
-    width = (8e9 / (12 * 32)) ** 0.5
-    assert fsdp["recompute"] and fsdp["activations"] == pytest.approx(65536 * width * (32 * 2 + 34), rel=1e-6)
-    assert "activations" in printed(capsys, *argv, "8B,tokens=2048,dtype=bf16")
-
-
-def test_memory_that_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["step", "--system", "h100", "--hosts", "2", "--memory", "70B,layers=80,dtype=bf16"]
-    plan = plan_as_json(capsys, *argv)
-    for row in plan["results"]:
-        assert row["fits"] == (row["total"] <= 79 * 2**30)
-    assert [row["stage"] for row in plan["results"] if row["fits"]] == ["fsdp"]
-    rows = [line for line in printed(capsys, *argv).splitlines() if line.startswith("│")]
-    assert sum(line.rstrip(" │").endswith("yes") for line in rows) == 1
-    assert sum(line.rstrip(" │").endswith("no") for line in rows) == len(plan["results"]) - 1
 
 
 def test_fsdp_keeps_residuals_of_codecs_that_do_not_converge_without_feedback(

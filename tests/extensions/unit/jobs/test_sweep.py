@@ -18,10 +18,8 @@ from dtcomm.extensions.jobs.hardware import (
 )
 from dtcomm.extensions.jobs.training_model import (
     Bucket,
-    ModelSize,
     even_buckets,
     parse_record,
-    rank_memory,
     replay,
     replay_sharded,
 )
@@ -185,11 +183,6 @@ def test_fsdp_overlaps_gathers_and_reductions_with_computing() -> None:
     # Two gathers in forward, two in backward and two reductions are issued while something else is computed.
     delayed = replay_sharded(3, 1.0, 2.0, 0.0, 0.0, gather_delay=0.1, reduce_delay=0.2)
     assert delayed.seconds == pytest.approx(9 + 4 * 0.1 + 2 * 0.2) and delayed.compute == 9
-
-
-def test_ddp_keeps_the_optimizer_in_fp32() -> None:
-    memory = rank_memory(ModelSize(params=10, itemsize=2), ranks=8, stage="ddp", feedback="fp32")
-    assert (memory.parameters, memory.gradients, memory.optimizer, memory.residuals) == (20, 20, 80, 40)
 
 
 def test_buckets_of_a_model() -> None:
