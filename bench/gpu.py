@@ -30,17 +30,18 @@ import torch
 
 from bench.common import harness, report
 from bench.common.budget import Budget
-from bench.common.published import SIZES, published_line
-from bench.common.virtual_ranks import VirtualRanks
-from dtcomm import measure as device_info
-from dtcomm.codecs import codec
-from dtcomm.measure import make_clock, time_calls
-from dtcomm.measure.memory_floor import (
+from bench.common.memory_floor import (
     KernelWorkload,
     KernelWorkloads,
     TimedCopy,
     buffer_sets_for,
+    time_calls,
 )
+from bench.common.published import SIZES, published_line
+from bench.common.virtual_ranks import VirtualRanks
+from dtcomm import measure as device_info
+from dtcomm.codecs import codec
+from dtcomm.measure import make_clock
 
 KB, MB = 1 << 10, 1 << 20
 PARTS = ("fused", "kernels")

@@ -19,8 +19,7 @@ import torch
 from bench.common import harness, report
 from bench.common.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm import algorithms
-from dtcomm.cli.codecs import default_codecs
-from dtcomm.cli.codecs.measure import bits_per_element, distributions, measure_error
+from dtcomm.cli.codecs import bits_per_element, default_codecs, distributions, measure_error
 from dtcomm.codecs import codec
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 
@@ -107,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     samples = distributions()
     lines = []
     for spec in options.codecs or [str(each) for each in default_codecs()]:
-        errors = {sample.name: measure_error(codec(spec), sample)[0].relative_l2 for sample in samples}
+        errors = {sample.name: measure_error(codec(spec), sample).relative_l2 for sample in samples}
         bits = bits_per_element(codec(spec))
         results.rows.append({"codec": spec, "bits": round(bits, 4), "relative_l2": errors})
         lines.append([spec, f"{bits:.4g}", *(f"{error or 0:.3g}" for error in errors.values())])

@@ -70,7 +70,8 @@ def synchronize(found: Found) -> None:
 
 
 def about(found: Found) -> None:
-    from dtcomm.measure import make_clock, time_calls, versions
+    from bench.common.memory_floor import time_calls
+    from dtcomm.measure import make_clock, versions
 
     device = found.device()
     if not found.rehearse:

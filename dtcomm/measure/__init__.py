@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import shutil
-import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -113,28 +112,6 @@ def make_clock(device: torch.device, cpu: bool = False) -> Clock:
     if device.type == "cuda":
         return LaunchClock(device) if cpu else DeviceClock(device)
     return HostClock(time.process_time) if cpu else HostClock()
-
-
-def time_calls(clock: Clock, run: Run, calls: int = 1, queued_before: Run | None = None) -> float:
-    """Return the seconds of one call, where ``run`` makes ``calls`` calls on the current stream.
-
-    ``queued_before`` is queued first and not timed. While the device executes it the host runs ahead, so that launch
-    latency on an idle device is not measured.
-    """
-    if queued_before is not None:
-        queued_before()
-    begin = clock.record()
-    run()
-    end = clock.record()
-    clock.synchronize()
-    return clock.seconds(begin, end) / calls
-
-
-def median_seconds(
-    clock: Clock, run: Run, repeats: int, calls: int = 1, queued_before: Run | None = None
-) -> float:
-    """Return the median of ``repeats`` measurements by `time_calls`, each synchronized before the next."""
-    return statistics.median(time_calls(clock, run, calls, queued_before) for _ in range(repeats))
 
 
 # nvidia-smi's field names and the keys used in results

@@ -134,7 +134,6 @@ def _install() -> None:
         sys.modules[module.__name__] = dtcomm._cuda = module  # type: ignore[attr-defined]
     from bench.common import virtual_ranks
     from dtcomm.kernels import cpu, cuda
-    from dtcomm.measure import memory_floor
     from dtcomm.runtime.cuda_peer import launch as fused
     from tests.support import host_sync_trace
 
@@ -160,7 +159,6 @@ def _install() -> None:
             return _queued(super().plan(**spec))
 
     fused.CudaLauncher = virtual_ranks.CudaLauncher = CudaLauncher  # type: ignore[assignment, misc]
-    memory_floor.TimedCopy.LARGE = 1 << 20  # no host copies gigabytes in no time
     host_sync_trace.trace = lambda step: (step(), host_sync_trace.Trace([], ["fused_kernel"]))[1]  # type: ignore[func-returns-value]
     _OnCpu().__enter__()
 

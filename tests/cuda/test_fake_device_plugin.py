@@ -18,7 +18,6 @@ BODIES = {
     "test_waiting.py": "virtual_ranks",
     "test_communication.py": "guard",
     "test_compressors.py": "sum_steps or position_steps or low_rank_passes or low_rank_kernels",
-    "test_perf.py": "device_speeds or (virtual_ranks and small and (replays or every))",
 }
 
 

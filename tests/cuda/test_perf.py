@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm.cli import codecs as codecs_command
+from bench.common.memory_floor import TimedCopy, time_calls
 from dtcomm.cli.main import main
-from dtcomm.measure import DeviceClock, LaunchClock, make_clock, time_calls
-from dtcomm.measure.memory_floor import TimedCopy
+from dtcomm.measure import DeviceClock, LaunchClock, make_clock
 from tests.cuda.device_cases import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
@@ -87,20 +86,3 @@ def test_perf_compares_with_nccl(tmp_path: Path, graph: str) -> None:
 def test_every_collective_over_nccl(tmp_path: Path, collective: str) -> None:
     document = perf(tmp_path, f"{collective} -b 64K -e 64K --nproc 2 --backend dtcomm,nccl --codec none,int8")
     assert document["out_of_bounds"]["okay"]
-
-
-def test_codecs_command_reports_device_speeds(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--device cuda --codec int8 --codec topk --size 1M --numel 4096"
-    assert codecs_command.main([*line.split(), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["device"]["name"] == torch.cuda.get_device_name()
-    for row in document["codecs"]:
-        assert row["encode_gbps"] > 0 and row["of_floor"]["encode"] > 0
-    assert codecs_command.main(line.split()) == 0
-    assert torch.cuda.get_device_name() in capsys.readouterr().out
-
-
-def test_codec_without_device_kernel_reports_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert codecs_command.main("--device cuda --codec exact --size 1M --numel 64 --json".split()) == 0
-    (exact,) = json.loads(capsys.readouterr().out)["codecs"]
-    assert exact["encode_gbps"] is None and "no kernel" in exact["no_speed"]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from dtcomm import _C, algorithms, codecs, collectives
 from dtcomm.cli import show_progress
-from dtcomm.cli.codecs import measure as codecs_measure
+from dtcomm.cli.codecs import measure_speed
 from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.cli.perf.libraries import bind_collective
 from dtcomm.cli.perf.placement import pin_to_core
@@ -242,7 +242,7 @@ def _rates() -> dict[str, list[float]]:
     """Return encoding and decoding rates of this rank's core, in GB/s of fp32."""
     rates = {}
     for spec in RATED_CODECS:
-        speed = codecs_measure.measure_speed(codecs.codec(spec), 4 << 20, 0.02)
+        speed = measure_speed(codecs.codec(spec), 4 << 20, 0.02)
         rates[spec] = [round(speed.encode, 3), round(speed.decode, 3)]
     return rates
 

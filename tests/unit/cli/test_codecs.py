@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from dtcomm.cli import codecs as codecs_command
-from dtcomm.cli.codecs import measure as codecs_measure
-from dtcomm.cli.codecs.measure import OnDevice, Sample
+from dtcomm.cli.codecs import Sample, distributions, measure_error
 from dtcomm.cli.perf import args as perf_args
-from dtcomm.codecs import Codec, codec, names
+from dtcomm.codecs import codec, names
 from dtcomm.codecs import spec as registry
 from dtcomm.codecs.spec import CODECS
-from dtcomm.kernels import available, dispatch, use
+from dtcomm.kernels import available, use
 
 FAST = ("--no-speed", "--numel", "4096")
 
@@ -75,8 +73,6 @@ def test_the_size_of_lossless_is_that_of_a_gaussian_tensor(capsys: pytest.Captur
     (row,) = json.loads(capsys.readouterr().out)["codecs"]
     assert 27 < row["bits_per_element"] < 27.5 and row["encode_gbps"] > 0 and row["decode_gbps"] > 0
     assert all(error["relative_l2"] == 0 for error in row["errors"].values())
-    on_gpu = OnDevice(torch.device("cpu"), copied=1 << 12).measure(codec("lossless"), 1 << 12)
-    assert on_gpu == "codec 'lossless' has no kernels for CUDA tensors"
 
 
 def test_codecs_of_an_imported_module_have_rows(
@@ -114,7 +110,7 @@ def test_the_printed_table_has_a_row_for_each_codec(capsys: pytest.CaptureFixtur
         ["int8", "8.5", "32"],
         ["int8:block=64", "8.25", "64"],
     ]
-    assert all(len(row) == 8 for row in rows)
+    assert all(len(row) == 7 for row in rows)
 
 
 def test_speeds_are_measured_with_an_available_kernel(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,42 +119,6 @@ def test_speeds_are_measured_with_an_available_kernel(capsys: pytest.CaptureFixt
     assert document["speed_bytes"] == 64 << 10 and document["kernel"] in available()
     (row,) = document["codecs"]
     assert row["encode_gbps"] > 0 and row["decode_gbps"] > 0
-
-
-def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The CPU stands for a device that has no kernel of one codec."""
-    device = OnDevice(torch.device("cpu"), copied=1 << 16)
-    kernel_for = dispatch.kernel_for
-
-    def kernel_except_sign(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
-        if codec.name == "sign" and argument == "codec":  # errors are measured on the CPU, where there is one
-            raise RuntimeError("codec: no kernel of this installation runs codec 'sign'")
-        return kernel_for(codec, argument, tensor)
-
-    monkeypatch.setattr(dispatch, "kernel_for", kernel_except_sign)
-    sample = [codecs_measure.distributions(4096)[0]]
-    rows = codecs_measure.measure_codecs(
-        [codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device
-    )
-    int8, sign = codecs_command.as_dict(rows, 1 << 14, {"name": "a GPU"})["codecs"]
-    operations = {"encode", "decode", "reduce 8", "reduce_encode 7 + local", "encode with residual"}
-    assert set(int8["of_floor"]) == operations
-    assert all(share > 0 for share in int8["of_floor"].values()) and int8["encode_gbps"] > 0
-    assert sign["encode_gbps"] is None and "no kernel" in sign["no_speed"]
-    codecs_command.print_table(rows, Console(width=200), 1 << 14, "a GPU")
-    output = capsys.readouterr().out
-    assert "no speed of sign: codec: no kernel" in output and "of floor:" in output and "a GPU, 0.0" in output
-    (line,) = (line.split() for line in output.splitlines() if line.split()[:1] == ["sign"])
-    assert line[3:8] == ["-"] * 5
-
-
-def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for line in (["--device", "cuda"], ["--device", "cuda", "--no-speed"]):
-        with pytest.raises(SystemExit):
-            codecs_command.main(line)
-        assert "--device cuda: torch sees no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kernel", available())
@@ -175,35 +135,31 @@ def test_errors_of_a_tensor_computed_by_hand() -> None:
     x = torch.zeros(96)
     x[0], x[1] = 127.0, 0.25
     x[32:64] = -127.0
-    total, by_tensor = codecs_measure.measure_error(
-        codec("int8"), Sample(name="s", tensors={"a": x, "b": x[32:]})
-    )
     energy, others = 127.0**2 + 0.0625, 32 * 127.0**2
-    assert by_tensor["a"].relative_l2 == pytest.approx(0.25 / math.sqrt(energy + others))
-    assert by_tensor["a"].worst_block == pytest.approx(0.25 / math.sqrt(energy))
-    assert by_tensor["b"].relative_l2 == 0 and by_tensor["b"].cosine == 1 and by_tensor["b"].worst_block == 0
-    assert total.relative_l2 == pytest.approx(0.25 / math.sqrt(energy + 2 * others))
-    assert total.numel == 160 and total.wire_bytes == by_tensor["a"].wire_bytes + by_tensor["b"].wire_bytes
-    kept = energy + others - 0.0625
-    cosine = kept / math.sqrt((energy + others) * kept)
-    assert total.cosine is not None and by_tensor["a"].cosine == pytest.approx(cosine, abs=1e-15)
+    first = measure_error(codec("int8"), Sample(name="s", tensors={"a": x}))
+    assert first.relative_l2 == pytest.approx(0.25 / math.sqrt(energy + others))
+    assert first.worst_block == pytest.approx(0.25 / math.sqrt(energy))
+    second = measure_error(codec("int8"), Sample(name="s", tensors={"b": x[32:]}))
+    assert second.relative_l2 == 0 and second.worst_block == 0
+    both = measure_error(codec("int8"), Sample(name="s", tensors={"a": x, "b": x[32:]}))
+    assert both.relative_l2 == pytest.approx(0.25 / math.sqrt(energy + 2 * others))
+    assert both.worst_block == first.worst_block
+    assert both.numel == 160 and both.wire_bytes == first.wire_bytes + second.wire_bytes
 
 
 def test_undefined_errors_are_none() -> None:
-    zeros, _ = codecs_measure.measure_error(codec("int8"), Sample(name="s", tensors={"x": torch.zeros(50)}))
-    assert (zeros.relative_l2, zeros.worst_block, zeros.cosine) == (None, 0, None)
+    zeros = measure_error(codec("int8"), Sample(name="s", tensors={"x": torch.zeros(50)}))
+    assert (zeros.relative_l2, zeros.worst_block) == (None, 0)
     nan = torch.tensor([1.0, math.nan])
-    bad, _ = codecs_measure.measure_error(codec("int8"), Sample(name="s", tensors={"x": nan}))
-    assert (bad.relative_l2, bad.worst_block, bad.cosine) == (None, None, None)
-    vanished, _ = codecs_measure.measure_error(
-        codec("fp16"), Sample(name="s", tensors={"x": torch.full((9,), 1e-12)})
-    )
-    assert (vanished.relative_l2, vanished.worst_block, vanished.cosine) == (1, 1, None)
+    bad = measure_error(codec("int8"), Sample(name="s", tensors={"x": nan}))
+    assert (bad.relative_l2, bad.worst_block) == (None, None)
+    vanished = measure_error(codec("fp16"), Sample(name="s", tensors={"x": torch.full((9,), 1e-12)}))
+    assert (vanished.relative_l2, vanished.worst_block) == (1, 1)
 
 
 def test_the_samples_are_reproducible() -> None:
     """Their scale is one: variances are 1, 2 and (in the limit) 3, and the kurtosis of Laplace is 6."""
-    first, second = codecs_measure.distributions(1 << 16), codecs_measure.distributions(1 << 16)
+    first, second = distributions(1 << 16), distributions(1 << 16)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a.tensors[a.name], b.tensors[b.name])
     x = {sample.name: sample.tensors[sample.name].double() for sample in first}
@@ -234,20 +190,16 @@ def tensor_files(tmp_path: Path) -> Path:
 
 
 def test_tensors_of_files_are_measured(tensor_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_by_spec(capsys, "--tensor", str(tensor_files / "state.pt"), "--codec", "int8")
-    tensors = rows["int8"]["tensors"]
-    numels = {name: error["numel"] for name, error in tensors.items()}
-    assert numels == {"layer.weight": 800, "layer.bias": 7, "momenta.0": 33}
+    state = tensor_files / "state.pt"
+    rows = rows_by_spec(capsys, "--tensor", str(state), "--codec", "int8")
     assert rows["int8"]["errors"]["state.pt"]["numel"] == 840
     wire = sum(codec("int8").wire_bytes(n) for n in (800, 7, 33))
     assert rows["int8"]["errors"]["state.pt"]["wire_bytes"] == wire
-    output = output_of(capsys, "--tensor", str(tensor_files / "state.pt"), "--per-tensor", "--codec", "int8")
-    assert "state.pt" in output and "layer.weight" in output and "momenta.0" in output
+    assert "state.pt" in output_of(capsys, "--tensor", str(state), "--codec", "int8")
 
     line = f"--tensor {tensor_files}/one.pt --tensor {tensor_files}/x.npy --codec bf16"
     rows = rows_by_spec(capsys, *line.split())
     assert [error["numel"] for error in rows["bf16"]["errors"].values()][3:] == [100, 60]
-    assert "tensors" not in rows["bf16"]
 
 
 @pytest.mark.parametrize(
@@ -278,8 +230,6 @@ def test_unreadable_files_are_refused(
         ("--size 2", "at least 4 bytes"),
         ("--numel 0", "at least 1"),
         ("--json /nowhere/x.json", "no folder /nowhere"),
-        ("--plot /nowhere/x.png", "no folder /nowhere"),
-        ("--per-tensor", "needs --tensor"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -291,22 +241,7 @@ def test_wrong_arguments_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture, data = tmp_path / "c.png", tmp_path / "c.json"
-    output = output_of(capsys, "--plot", str(picture), "--json", str(data))
-    assert "int8" in output and picture.read_bytes().startswith(b"\x89PNG")
+def test_json_is_written_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "c.json"
+    assert "int8" in output_of(capsys, "--json", str(data))
     assert {row["codec"] for row in json.loads(data.read_text())["codecs"]} >= set(names())
-
-
-def test_pareto_points() -> None:
-    points = [(8.5, 0.5), (4.0, 2.0), (16.0, 0.1), (8.5, 0.4), (9.0, 0.45), (32.0, 0.1), (4.0, 2.0)]
-    assert codecs_command.pareto_points(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
-    assert codecs_command.pareto_points([]) == []
-
-
-def test_a_plot_without_matplotlib_is_refused_before_measuring(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(codecs_command.importlib.util, "find_spec", lambda name: None)
-    assert codecs_command.main(["--plot"]) == 2
-    assert "matplotlib" in capsys.readouterr().err

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.common.memory_floor import KernelWorkloads, TimedCopy, buffer_sets_for
 from dtcomm import measure as device_info
 from dtcomm.codecs import codec
 from dtcomm.measure import HostClock
-from dtcomm.measure.memory_floor import KernelWorkloads, TimedCopy, buffer_sets_for
 
 NVIDIA_SMI_OUTPUT = """\
 GPU-1111, 580.82.07, 345, 2619, 1980, 3201, 700.00

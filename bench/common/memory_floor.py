@@ -1,6 +1,7 @@
 """The memory floor of a kernel: the time a device copy takes for the bytes that the kernel must read and write.
 
-`TimedCopy` is that copy. `KernelWorkloads` are codec kernels with the bytes that they must move.
+`time_calls` times a call on a device. `TimedCopy` is that copy. `KernelWorkloads` are codec kernels with the bytes
+that they must move.
 """
 
 from __future__ import annotations
@@ -15,7 +16,22 @@ from dtcomm.codecs import Codec
 from dtcomm.kernels import dispatch
 from dtcomm.kernels.calls import Combine
 from dtcomm.kernels.eager import run_combine, run_decode
-from dtcomm.measure import Clock, time_calls
+from dtcomm.measure import Clock, Run
+
+
+def time_calls(clock: Clock, run: Run, calls: int = 1, queued_before: Run | None = None) -> float:
+    """Return the seconds of one call, where ``run`` makes ``calls`` calls on the current stream.
+
+    ``queued_before`` is queued first and not timed. While the device executes it the host runs ahead, so that launch
+    latency on an idle device is not measured.
+    """
+    if queued_before is not None:
+        queued_before()
+    begin = clock.record()
+    run()
+    end = clock.record()
+    clock.synchronize()
+    return clock.seconds(begin, end) / calls
 
 
 class TimedCopy:
