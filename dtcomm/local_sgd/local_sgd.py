@@ -38,13 +38,11 @@ from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.kernels import counter_rng
 from dtcomm.local_sgd.fragments import Fragment, PendingAverage, PendingBucket, group_by_size, make_fragments
 from dtcomm.local_sgd.islands import Island, local_shard, unwrap
-from dtcomm.local_sgd.moments import MomentAverager
 from dtcomm.local_sgd.options import COMPARE, DEFAULTS, Options, checked
 
 _log = logging.getLogger("dtcomm")
 
 WHAT = "differences of weights"  # what the ranks average, in reports
-MOMENTS = "moments of the optimizer"
 
 
 @shares_options(DEFAULTS, Options)
@@ -104,7 +102,6 @@ class LocalSGD(Reporting):
         outer, guard = options["outer"], options["guard"]
         algorithm, sample_every = options["algorithm"], options["sample_every"]
         delay, mixing = options["delay"], options["mixing"]
-        optimizer, moments = options["optimizer"], options["moments"]
         model = unwrap(model, group)
         self._island = Island(model)
         self._island.reshard()
@@ -136,9 +133,6 @@ class LocalSGD(Reporting):
         self._fragments = make_fragments(
             model, sizes, list(self._float_buffers), options["fragments"], options["pattern"], every
         )
-        self._moments = None
-        if optimizer is not None and moments:
-            self._moments = MomentAverager(optimizer, moments, self._weights, group, algorithm)
         if dist.get_world_size(group) > 1:
             Announcement(group, "dtcomm.local_sgd.LocalSGD", self.arguments).require_all(CONSTRUCTOR_LIMIT_S)
         root = 0 if group is None else dist.get_global_rank(group, 0)
@@ -186,8 +180,6 @@ class LocalSGD(Reporting):
                 if fragment.is_due(self.steps - self.warmup, self.every):
                     self._in_flight.append(self._start([fragment], self.steps + self.delay))
             applied = self._apply_due() or applied
-        if self._moments is not None:
-            self._moments.step(self.steps)
         return applied
 
     def sync(self) -> None:
@@ -212,11 +204,6 @@ class LocalSGD(Reporting):
         for layout in layouts:
             layout.add_to(totals)
         rows = group_rows(totals.items(), WHAT)
-        moments = list(self._moments.layouts.values()) if self._moments is not None else []
-        moment_totals: dict[str, ParameterTotals] = {}
-        for layout in moments:
-            layout.add_to(moment_totals)
-        all_layouts = [*layouts, *moments]
         return Report(
             integration=self.integration,
             rank=dist.get_rank(self.group),
@@ -226,11 +213,11 @@ class LocalSGD(Reporting):
             feedback_reason=self._feedback_reason,
             steps=self.steps - self._earlier_steps,
             earlier_steps=self._earlier_steps,
-            messages=sum(layout.messages for layout in all_layouts),
-            wire_bytes=sum(layout.wire_bytes for layout in all_layouts),
-            plain_bytes=round(sum(layout.plain_bytes for layout in all_layouts)),
-            leaving_bytes=self._averager.leaving_bytes(all_layouts),
-            seconds=total_seconds(layout.seconds for layout in all_layouts),
+            messages=sum(layout.messages for layout in layouts),
+            wire_bytes=sum(layout.wire_bytes for layout in layouts),
+            plain_bytes=round(sum(layout.plain_bytes for layout in layouts)),
+            leaving_bytes=self._averager.leaving_bytes(layouts),
+            seconds=total_seconds(layout.seconds for layout in layouts),
             residual_bytes=self._error_state.persistent_bytes(),
             memory={
                 **self._error_state.nbytes(),
@@ -239,11 +226,8 @@ class LocalSGD(Reporting):
             },
             events=count_events(self.events),
             fidelity=self._monitor.fidelity,
-            rows=(*rows, *group_rows(moment_totals.items(), MOMENTS)),
-            by_message=(
-                *bucket_rows(WHAT, self._retired, buckets, totals, {}),
-                *bucket_rows(MOMENTS, (), dict(enumerate(moments)), moment_totals, {}),
-            ),
+            rows=tuple(rows),
+            by_message=tuple(bucket_rows(WHAT, self._retired, buckets, totals, {})),
             uncompressed=describe_uncompressed(rows) if self._compresses else "",
             unmeasured=unmeasured(remedy=COMPARE),
         )

@@ -43,10 +43,6 @@ class Options(TypedDict, total=False):
             Default 0: `step` waits for it.
         mixing: The weight of the common weights when an average is applied, above 0 and at most 1. It is 1 - α with
             the α of the Streaming DiLoCo paper. Default 1: the model's weights become the common ones.
-        optimizer: The inner optimizer, for ``moments``. Default None.
-        moments: The key of a state of ``optimizer`` → the number of steps between two averages of it, such as
-            ``{"exp_avg": 60, "exp_avg_sq": 120}`` (DES-LOC). They travel uncompressed. Default None: moments differ
-            between ranks.
     """
 
     residual: str
@@ -63,8 +59,6 @@ class Options(TypedDict, total=False):
     pattern: str
     delay: int
     mixing: float
-    optimizer: torch.optim.Optimizer | None
-    moments: Mapping[str, int] | None
 
 
 DEFAULTS: Options = {
@@ -82,8 +76,6 @@ DEFAULTS: Options = {
     "pattern": "strided",
     "delay": 0,
     "mixing": 1.0,
-    "optimizer": None,
-    "moments": None,
 }
 
 
@@ -110,10 +102,6 @@ def checked(every: int, given: Mapping[str, object]) -> Options:
         raise ValueError(f"delay={delay}: expected less than every={every}")
     if not 0 < mixing <= 1:
         raise ValueError(f"mixing={mixing}: expected a number above 0 and at most 1")
-    if bool(options["moments"]) != (options["optimizer"] is not None):
-        raise ValueError(
-            f"moments and optimizer go together, got {options['moments']!r} and {options['optimizer']!r}"
-        )
     if outer is not None and not callable(outer):
         raise TypeError(f"outer: expected a function that makes an optimizer, got {type(outer).__name__}")
     options["guard"] = as_guard(options["guard"])

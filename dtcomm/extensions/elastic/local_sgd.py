@@ -34,7 +34,6 @@ from dtcomm.local_sgd.local_sgd import LocalSGD
 _log = logging.getLogger("dtcomm")
 
 MAX_ATTEMPTS = 10  # of an average or of a view, one after the other
-_NOT_ELASTIC = ("group", "moments", "optimizer")
 
 
 class _StateReplaced(Exception):
@@ -62,7 +61,7 @@ class ElasticLocalSGD(LocalSGD):
             Default None.
         timeout_s: Seconds after which a rank that does not take part, or the coordinator, counts as gone. Default 60.
         name: What others call this rank in logs. Default: host and process.
-        **options: The other options of `LocalSGD`, but ``group``, ``optimizer`` and ``moments``.
+        **options: The other options of `LocalSGD`, but ``group``.
 
     Attributes:
         view: The members, and this one's rank.
@@ -98,8 +97,8 @@ class ElasticLocalSGD(LocalSGD):
         name: str = "",
         **options: Any,
     ) -> None:
-        if given := [key for key in _NOT_ELASTIC if key in options]:
-            raise ValueError(f"{given[0]}: not possible with ElasticLocalSGD, whose group changes")
+        if "group" in options:
+            raise ValueError("group: not possible with ElasticLocalSGD, whose group changes")
         if feedback not in (True, False, "auto"):
             raise ValueError(f"feedback: {feedback!r}; valid with ElasticLocalSGD: True, False, 'auto'")
         if dist.is_initialized():

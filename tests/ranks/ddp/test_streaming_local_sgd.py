@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: fragments, averages in flight, mixing, moments and islands."""
+"""Streaming DiLoCo: fragments, averages in flight, mixing and islands."""
 
 from __future__ import annotations
 
@@ -172,9 +172,7 @@ def compare_resumed(rank: int, world_size: int, stop: int, spec: str, options: d
     def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, LocalSGD]:
         model = Stack(seed)
         optimizer = adam(model)
-        moments = {"exp_avg": 5, "exp_avg_sq": 7}
-        local = LocalSGD(model, 6, spec, optimizer=optimizer, moments=moments, **options)
-        return model, optimizer, local
+        return model, optimizer, LocalSGD(model, 6, spec, **options)
 
     whole, optimizer, local = start(0)
     train(whole, optimizer, rank, range(20), local)
@@ -210,32 +208,6 @@ def test_a_run_resumed_with_averages_in_flight_continues_bit_for_bit(
     spec: str, options: dict[str, Any]
 ) -> None:
     assert run_ranks(compare_resumed, 2, 11, spec, options) == [True, True]
-
-
-def average_moments(rank: int, world_size: int) -> tuple[list[bool], list[bool], str]:
-    """Return after which steps the first and second moments were the same on all ranks, and the report."""
-    model = Stack()
-    optimizer = adam(model)
-    moments = {"exp_avg": 2, "exp_avg_sq": 3}
-    local = LocalSGD(model, 10, "int4", optimizer=optimizer, moments=moments)
-    equal: dict[str, list[bool]] = {"exp_avg": [], "exp_avg_sq": []}
-    for step in range(6):
-        train(model, optimizer, rank, range(step, step + 1), local)
-        for key, list_of_steps in equal.items():
-            list_of_steps.append(is_equal_on_all_ranks(flat(s[key] for s in optimizer.state.values())))
-    local = LocalSGD(model, 10, optimizer=optimizer, moments={"exp_average": 1})
-    with pytest.raises(ValueError, match="AdamW has no 'exp_average'; valid: exp_avg, exp_avg_sq, step"):
-        local.step()
-    local = LocalSGD(model, 10, optimizer=optimizer, moments={"step": 1})
-    with pytest.raises(ValueError, match="only states with a value for each element can be averaged"):
-        local.step()
-    return equal["exp_avg"], equal["exp_avg_sq"], str(local.report())
-
-
-def test_moments_are_averaged_on_periods_of_their_own() -> None:
-    for first, second, _ in run_ranks(average_moments, 2):
-        assert first == [False, True, False, True, False, True]
-        assert second == [False, False, True, False, False, True]
 
 
 def train_with_nan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
@@ -348,7 +320,6 @@ def test_a_killed_rank_is_named_by_step() -> None:
 
 
 def check_refusals(rank: int, world_size: int) -> None:
-    optimizer = adam(Stack())
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"every": 0}, "every=0: expected 1 or more"),
         ({"codec": "dgc"}, "dgc has a momentum for gradients"),
@@ -357,8 +328,6 @@ def check_refusals(rank: int, world_size: int) -> None:
         ({"every": 4, "delay": 4}, "delay=4: expected less than every=4"),
         ({"mixing": 0.0}, "mixing=0.0: expected a number above 0 and at most 1"),
         ({"mixing": 1.5}, "mixing=1.5: expected a number above 0 and at most 1"),
-        ({"moments": {"exp_avg": 4}}, "moments and optimizer go together"),
-        ({"optimizer": optimizer, "moments": {"exp_avg": 0}}, r"moments\['exp_avg'\]=0: expected 1 or more"),
     )
     for arguments, says in cases:
         with pytest.raises(ValueError, match=says):

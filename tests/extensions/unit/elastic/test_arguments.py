@@ -16,7 +16,6 @@ from dtcomm.extensions.elastic import ElasticLocalSGD
     ("options", "text"),
     [
         ({"group": None}, "group: not possible with ElasticLocalSGD"),
-        ({"moments": {"exp_avg": 8}}, "moments: not possible"),
         ({"feedback": "ef21"}, "feedback: 'ef21'; valid with ElasticLocalSGD: True, False"),
         ({"timeout_s": 0}, "timeout_s=0: expected seconds above 0"),
         ({"every": 0}, "every"),
