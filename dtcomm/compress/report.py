@@ -28,7 +28,7 @@ from dtcomm.compress.traffic import (
     total_seconds,
 )
 from dtcomm.profiling.metrics import Metric
-from dtcomm.profiling.summary import format_bytes, format_table, rich_group, rich_table
+from dtcomm.profiling.summary import format_bytes, format_table
 
 MAX_MESSAGES_SHOWN = 16
 #: From this relative error on a legend line says what such an error means.
@@ -260,14 +260,6 @@ class Report(RankReport):
             return "nothing is compressed" if self.plain_bytes else "nothing was sent yet"
         return str(self.payoff or self.unmeasured)
 
-    def __rich__(self) -> Any:
-        tables = [rich_table(self._title(), *self._table())]
-        if self.by_message:
-            tables.append(rich_table("", *self._message_table()))
-        return rich_group(
-            *filter(None, [self.uncompressed]), *tables, *self._summary(), *self._short_legend()
-        )
-
     def metrics(self) -> list[Metric]:
         """Return the metrics for Prometheus and TensorBoard."""
         metrics = [Metric("dtcomm_messages_total", self.messages, "collectives", "counter")]
@@ -336,10 +328,6 @@ class Report(RankReport):
         )
         return list(COLUMNS), [*map(_row_cells, self.rows), total], _left(COLUMNS)
 
-    def _message_table(self) -> tuple[list[str], list[tuple[str, ...]], set[int]]:
-        rows = [_message_cells(row) for row in self.by_message[:MAX_MESSAGES_SHOWN]]
-        return list(MESSAGE_COLUMNS), rows, _left(MESSAGE_COLUMNS)
-
     def _lines(self) -> Iterator[str]:
         if self.uncompressed:
             yield self.uncompressed
@@ -347,24 +335,19 @@ class Report(RankReport):
         yield from format_table(*self._table())
         if self.by_message:
             yield ""
-            yield from format_table(*self._message_table())
+            rows = [_message_cells(row) for row in self.by_message[:MAX_MESSAGES_SHOWN]]
+            yield from format_table(list(MESSAGE_COLUMNS), rows, _left(MESSAGE_COLUMNS))
             if len(self.by_message) > MAX_MESSAGES_SHOWN:
                 yield f"… {len(self.by_message) - MAX_MESSAGES_SHOWN} more messages in to_dict()"
         yield ""
-        yield from self._summary()
-        yield from self._short_legend()
-
-    def _short_legend(self) -> list[str]:
-        if not self.rows:
-            return []
-        first = f"rel. error: {COLUMNS['rel. error']}; report.legend() explains every column"
-        return [first, *_explain_large_error(self.rows, self.feedback)]
-
-    def _summary(self) -> list[str]:
         earlier = f" after {self.earlier_steps} steps of earlier runs" if self.earlier_steps else ""
         steps = "" if self.steps is None else f"{self.steps} steps, "
-        lines = [f"this run{earlier}: {steps}{self.messages} messages", *self.summary().splitlines()[1:]]
-        return [*lines, *self.auto, *self.notes]
+        yield f"this run{earlier}: {steps}{self.messages} messages"
+        yield from self.summary().splitlines()[1:]
+        yield from (*self.auto, *self.notes)
+        if self.rows:
+            yield f"rel. error: {COLUMNS['rel. error']}; report.legend() explains every column"
+            yield from _explain_large_error(self.rows, self.feedback)
 
 
 def _grouped(rows: Iterable[Any], *names: str) -> Iterable[tuple[tuple[str, ...], list[Any]]]:

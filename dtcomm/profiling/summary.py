@@ -1,9 +1,8 @@
-"""Summary of a timeline: shares of a step, scaling efficiency, and whether accumulating gradients would pay.
+"""Summary of a timeline: shares of a step, and scaling efficiency.
 
 The efficiency is that of weak scaling as one rank can see it: the time that a step would have taken without waiting for
 others and without starting messages, over the time that it took. What encoding takes from computation by using the same
-cores is not part of it. The advice assumes that k micro-batches take k times forward and backward, and that only the
-last one's backward pass overlaps with communication, whose exposed part stays the same.
+cores is not part of it.
 """
 
 from __future__ import annotations
@@ -38,28 +37,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Colle
     ]
 
 
-def rich_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> Any:
-    """Return the same as a ``rich.table.Table``; rich is imported here, since only its users call this."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for column, name in enumerate(head):
-        table.add_column(name, justify="left" if column in left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def rich_group(*parts: Any) -> Any:
-    """Return tables and lines below each other."""
-    from rich.console import Group
-
-    return Group(*parts)
-
-
 ADVICE_THRESHOLD = 0.10  # the exposed share of a step above which advice is given
-TARGET_SHARE = 0.05  # the exposed share that accumulation should reach
-MAX_MICRO_BATCHES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,47 +101,17 @@ class Summary:
         """The share of a step that is neither waiting for communication nor starting messages."""
         return max(0.0, 1 - (self.exposed_ms + self.hook_ms) / self.step_ms) if self.step_ms else 0.0
 
-    def predicted_ms(self, micro_batches: int) -> float:
-        """Return a step's predicted time if gradients are accumulated over so many micro-batches."""
-        micro_batch = (self.forward_ms + self.backward_ms) / self.micro_batches
-        return self.step_ms + (micro_batches - self.micro_batches) * micro_batch
-
-    def predicted_share(self, micro_batches: int) -> float:
-        """Return the predicted `share` if gradients are accumulated over so many micro-batches."""
-        step = self.predicted_ms(micro_batches)
-        return self.exposed_ms / step if step > 0 else 0.0
-
-    @property
-    def accumulate(self) -> int:
-        """The number of micro-batches from which on communication is exposed for at most 5 % of a step.
-
-        It is the current number if that is reached, or if forward and backward were not recorded.
-        """
-        if self.share <= TARGET_SHARE or not self.forward_ms + self.backward_ms:
-            return self.micro_batches
-        counts = range(self.micro_batches, MAX_MICRO_BATCHES)
-        enough = (count for count in counts if self.predicted_share(count) <= TARGET_SHARE)
-        return next(enough, MAX_MICRO_BATCHES)
-
     @property
     def advice(self) -> str:
         """One sentence; empty if there is nothing to advise."""
         if self.share <= ADVICE_THRESHOLD:
             return ""
         finding = f"communication is exposed for {self.share:.0%} of a step ({self.exposed_ms:.1f} ms)"
-        micro_batches = self.accumulate
-        if micro_batches == self.micro_batches:
-            return f"{finding}; compress more, or make buckets smaller"
-        speedup = micro_batches / self.micro_batches * self.step_ms / self.predicted_ms(micro_batches)
-        return (
-            f"{finding}; accumulating {micro_batches} micro-batches a step under no_sync() (now {self.micro_batches}) "
-            f"would make that {self.predicted_share(micro_batches):.0%} and a sample take {1 / speedup:.0%} of its "
-            f"time, with fewer optimizer steps too and a batch {micro_batches / self.micro_batches:.3g} times as large"
-        )
+        return f"{finding}; compress more, make buckets smaller, or accumulate gradients under no_sync()"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        extra = {name: getattr(self, name) for name in ("share", "efficiency", "accumulate", "advice")}
+        extra = {name: getattr(self, name) for name in ("share", "efficiency", "advice")}
         return asdict(self) | extra
 
     def __str__(self) -> str:

@@ -38,25 +38,15 @@ def test_a_summary_contains_medians_shares_and_phases() -> None:
     json.dumps(summary.to_dict())
 
 
-def test_the_advice_follows_its_model() -> None:
-    """A micro-batch takes 60 ms, the rest of a step 10 ms, and communication is exposed for 30 ms."""
-    summary = summarize([step(n) for n in range(3)])
-    assert summary.predicted_share(1) == pytest.approx(0.3)
-    assert summary.predicted_share(4) == pytest.approx(30 / (4 * 60 + 10 + 30))
-    assert summary.accumulate == 10
-    assert summary.predicted_share(10) <= 0.05 < summary.predicted_share(9)
-    # Ten batches take 1000 ms in ten steps, and 640 ms in one.
-    assert (
-        "accumulating 10 micro-batches" in summary.advice
-        and "a sample take 64% of its time" in summary.advice
-    )
+def test_exposed_communication_gives_advice() -> None:
+    advice = summarize([step(n) for n in range(3)]).advice
+    assert advice.startswith("communication is exposed for 30% of a step (30.0 ms); compress more")
 
 
 def test_micro_batches_are_counted() -> None:
     summary = summarize([step(n, micro_batches=4) for n in range(3)])
     assert summary.micro_batches == 4
     assert summary.share == pytest.approx(30 / 220)
-    assert summary.accumulate > 4
 
 
 def test_hidden_communication_gives_no_advice() -> None:
@@ -65,7 +55,7 @@ def test_hidden_communication_gives_no_advice() -> None:
         record.assign_waits(round(record.messages[-1].done - 2 * MS))
         record.messages[0].waited = record.messages[0].waited._replace(begin=0, end=0)
     summary = summarize(steps)
-    assert (summary.exposed_ms, summary.advice, summary.accumulate) == (2, "", 1)
+    assert (summary.exposed_ms, summary.advice) == (2, "")
 
 
 def test_unfinished_steps_cannot_be_summarized() -> None:
