@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from dtcomm import env, torch_compat
-from dtcomm.arguments import complete_options, require_bool, shares_options
+from dtcomm.arguments import complete_options, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.collectives.groups import Announcement, GroupOrMesh, process_group_of
@@ -50,14 +50,9 @@ from dtcomm.fsdp.collectives import (
 from dtcomm.fsdp.guard import ROOT
 from dtcomm.fsdp.options import (
     DEFAULTS,
-    FEEDBACKS,
-    PARAMETER_PREFIXES,
-    CompressionSpec,
     Options,
-    find_preset,
-    parse_spec,
+    parse_specs,
     require_accurate,
-    with_feedback,
 )
 from dtcomm.fsdp.sharded_optimizer import ShardedOptimizer
 from dtcomm.fsdp.split_collectives import (
@@ -74,8 +69,6 @@ from dtcomm.torch_compat import DDPMeshInfo, FSDPMeshInfo, clean_tensor_name
 from dtcomm.tp.sharded_module import ShardedModule, placement_groups
 
 __all__ = ["FSDPState", "ShardedOptimizer", "attach", "compress"]
-
-DEFAULT_GRADIENTS, DEFAULT_PARAMETERS = "int8", "none"
 
 
 @shares_options(DEFAULTS, Options)
@@ -113,20 +106,17 @@ def compress(
         state.print_report()
     """
     given = complete_options("dtcomm.fsdp", options, DEFAULTS)
-    gradient_spec, reason, parameter_spec = _parse_specs(gradients, parameters, given)
-    make_state = functools.partial(_make_state, gradient_spec, parameter_spec, given)
+    specs = parse_specs(gradients, parameters, given)
+    state = FSDPState(specs, given)
     if rank_and_size()[1] == 1 and isinstance(model, torch.nn.Module) and not _is_sharded(model):
-        state = make_state()
         state.set_unused()
         return state
     units = find_units(model)
     memory = describe_size(sum(unit.trainable_numel for unit in units), given["residual"])
-    if not given["allow_inaccurate"]:
-        require_accurate(gradient_spec, parameter_spec, memory)
-    for argument, spec in (("gradients", gradient_spec), ("parameters", parameter_spec)):
+    require_accurate(specs, given, memory)
+    for argument, spec in (("gradients", specs.gradients), ("parameters", specs.parameters)):
         if not spec.is_none and rank_and_size()[1] > 1:
             require_kernels(spec.codecs(), model.parameters(), argument)
-    state = make_state()
     if env.disabled():
         state.set_unused()
         return state
@@ -145,7 +135,7 @@ def compress(
         state.on_detach(announcement.require_all_at_forward(model).remove)
     refuse_join(model, "FSDP")
     state.on_detach(lambda: model.__dict__.pop("join_hook", None))
-    state.log_feedback(memory, reason)
+    state.log_feedback(memory)
     if rank_and_size()[1] == 1:
         state.set_unused()
     return state
@@ -186,13 +176,12 @@ def attach(
     """
     # Wrong options raise their errors now, and not when the model is sharded.
     given = complete_options("dtcomm.fsdp", options, DEFAULTS)
-    gradient_spec, _, parameter_spec = _parse_specs(gradients, parameters, given)
-    if not given["allow_inaccurate"]:
-        require_accurate(gradient_spec, parameter_spec, "residuals of the size of the model")
-    _make_state(gradient_spec, parameter_spec, given)
+    specs = parse_specs(gradients, parameters, given)
+    require_accurate(specs, given, "residuals of the size of the model")
+    FSDPState(specs, given)
 
     def unused() -> FSDPState:
-        state = _make_state(gradient_spec, parameter_spec, given)
+        state = FSDPState(specs, given)
         state.set_unused()
         return state
 
@@ -210,16 +199,6 @@ def attach(
     )
 
 
-def _make_state(gradients: CompressionSpec, parameters: CompressionSpec, options: Options) -> FSDPState:
-    seed, residual, guard = options["seed"], options["residual"], options["guard"]
-    state = FSDPState(gradients, parameters, seed, residual, guard, options["sample_every"])
-    state.arguments = {"gradients": str(gradients), "parameters": str(parameters), **options}
-    state.verify(options["verify"])
-    require_bool("save_residuals", options["save_residuals"])
-    state.save_residuals = options["save_residuals"]
-    return state
-
-
 def _is_sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
 
@@ -232,21 +211,6 @@ def _obstacle(model: torch.nn.Module) -> str:
             "(Accelerate and Trainer ignore their FSDP options on CPUs)"
         )
     return ""
-
-
-def _parse_specs(
-    gradients: str | Codec | None, parameters: str | Codec | None, options: Options
-) -> tuple[CompressionSpec, str, CompressionSpec]:
-    """Return the gradients' spec with its feedback, why "auto" chose that, and the parameters' spec."""
-    require_bool("allow_inaccurate", options["allow_inaccurate"])
-    preset = options["preset"]
-    defaults = None if preset is None else find_preset(preset)
-    if gradients is None:
-        gradients = defaults.gradients if defaults else DEFAULT_GRADIENTS
-    if parameters is None:
-        parameters = defaults.parameters if defaults else DEFAULT_PARAMETERS
-    spec, reason = with_feedback(parse_spec(gradients, FEEDBACKS, "gradients"), options["feedback"])
-    return spec, reason, parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
 
 
 def _observe_forward(model: torch.nn.Module, state: FSDPState) -> None:

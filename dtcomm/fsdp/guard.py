@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtcomm.arguments import require_int
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
 from dtcomm.compress.guard import Event, Guard, as_guard
@@ -83,10 +84,7 @@ class ShardGuard:
     """
 
     def __init__(self, guard: Guard | None, every: int) -> None:
-        if isinstance(every, bool) or not isinstance(every, int):
-            raise TypeError(f"sample_every: expected a number of steps (int), got {type(every).__name__}")
-        if every < 0:
-            raise ValueError(f"sample_every: expected 0 (never) or more, got {every!r}")
+        require_int("sample_every", every, 0)
         self._monitor = Monitor(as_guard(guard))
         self._every = every
         self._evaluation_due = False

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtcomm.arguments import errors_name, suggest
+from dtcomm.arguments import errors_name, require_bool, suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.compress.guard import Guard
@@ -30,14 +30,15 @@ from dtcomm.compress.spec import AUTO, COMPRESSORS, MAX_ERROR, LevelCodecs, choo
 
 
 class StateOptions(TypedDict, total=False):
-    """What `compress`, `attach` and `ShardedOptimizer` take; the texts are those of `Options` too.
+    """What `compress`, `attach` and `ShardedOptimizer` take beside codecs; the texts are those of `Options` too.
 
     Attributes:
         gradients: Spec of the gradients' reduce-scatter: a codec, or two (``"int8/int4"`` is int8 inside hosts and int4
             between hosts), optionally prefixed by ``ef:`` or ``loco:`` for error feedback (see `dtcomm.fsdp.options`).
             Default: the preset's, or ``"int8"``.
         parameters: Spec of the parameters' all-gather: one or two codecs, optionally prefixed by ``delta:``, which
-            sends differences. FSDP1 supports only ``"none"``. Default: the preset's, or ``"none"``.
+            sends differences. FSDP1 supports only ``"none"``; `ShardedOptimizer` needs no memory for ``delta:``,
+            because the model itself is the reference. Default: the preset's, or ``"none"``.
         preset: ``"zero++"`` (Wang et al. 2023, arXiv:2306.10209), ``"loco"`` (Xie et al. 2024, arXiv:2407.04480) or
             ``"sdp4bit"`` (Jia et al. 2024, arXiv:2410.15526) set both specs; ``gradients`` and ``parameters`` override
             the preset's. Default: none.
@@ -72,6 +73,7 @@ class StateOptions(TypedDict, total=False):
             all_gather both have, built in or registered (`dtcomm.algorithms.register`). Default: ``"auto"``.
     """
 
+    preset: str | None
     feedback: bool | str
     residual: str
     save_residuals: bool
@@ -84,13 +86,13 @@ class StateOptions(TypedDict, total=False):
 
 
 class Options(StateOptions, total=False):
-    preset: str | None
     replicas: DeviceMesh | dist.ProcessGroup | None
     algorithm: str
 
 
 Options.__doc__ = StateOptions.__doc__
 STATE_DEFAULTS: StateOptions = {
+    "preset": None,
     "feedback": "auto",
     "residual": "fp32",
     "save_residuals": True,
@@ -101,7 +103,7 @@ STATE_DEFAULTS: StateOptions = {
     "allow_inaccurate": False,
     "verify": 0,
 }
-DEFAULTS: Options = {**STATE_DEFAULTS, "preset": None, "replicas": None, "algorithm": "auto"}
+DEFAULTS: Options = {**STATE_DEFAULTS, "replicas": None, "algorithm": "auto"}
 
 #: Prefixes that are valid for gradients, and for parameters; the empty one is no prefix.
 FEEDBACKS = ("", "ef", "loco")
@@ -121,6 +123,7 @@ class Preset:
     gradients: str
 
 
+DEFAULT_SPECS = Preset(parameters="none", gradients="int8")
 PRESETS = {
     # qwZ is block-quantized weights; qgZ is 4-bit gradients, which each hop quantizes once, after a rotation.
     "zero++": Preset("int8:block=256", "int4:block=128,rotate=hadamard/int4:block=128,rotate=hadamard"),
@@ -176,6 +179,26 @@ class CompressionSpec:
 
     def __str__(self) -> str:
         return f"{self.prefix}:{self.codec_spec}" if self.prefix else str(self.codec_spec)
+
+
+class Specs(NamedTuple):
+    """What is compressed with what; ``reason`` says why feedback is on or off if ``"auto"`` decided."""
+
+    gradients: CompressionSpec
+    parameters: CompressionSpec
+    reason: str
+
+
+def parse_specs(
+    gradients: str | Codec | None, parameters: str | Codec | None, options: StateOptions
+) -> Specs:
+    """Return the specs of a call; None is the preset's, or the default."""
+    require_bool("allow_inaccurate", options["allow_inaccurate"])
+    preset = DEFAULT_SPECS if options["preset"] is None else find_preset(options["preset"])
+    asked = parse_spec(preset.gradients if gradients is None else gradients, FEEDBACKS, "gradients")
+    spec, reason = with_feedback(asked, options["feedback"])
+    sent = preset.parameters if parameters is None else parameters
+    return Specs(spec, parse_spec(sent, PARAMETER_PREFIXES, "parameters"), reason)
 
 
 #: The spec of a module that is excluded.
@@ -272,12 +295,15 @@ def with_feedback(gradients: CompressionSpec, feedback: bool | str) -> tuple[Com
     return (replace(gradients, prefix="ef") if chosen else gradients), reason
 
 
-def require_accurate(gradients: CompressionSpec, parameters: CompressionSpec, residual_bytes: str) -> None:
+def require_accurate(specs: Specs, options: StateOptions, residual_bytes: str) -> None:
     """Refuse codecs that lose more than `MAX_ERROR` or `MAX_DIFFERENCE_ERROR` of what they are applied to.
 
     With error feedback any codec of gradients is accurate enough, because what it loses is sent later. The message says
     how to allow it, and that feedback takes ``residual_bytes`` on each rank.
     """
+    if options["allow_inaccurate"]:
+        return
+    gradients, parameters, _ = specs
     allow = "allow_inaccurate=True allows it"
     if not gradients.prefix:
         for level in gradients.codecs():

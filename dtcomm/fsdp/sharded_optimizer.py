@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dtcomm import torch_compat
-from dtcomm.arguments import require_bool, require_int, shares_options, suggest
+from dtcomm.arguments import require_int, shares_options, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
 from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement, GroupOrMesh, process_group_of
@@ -38,15 +38,7 @@ from dtcomm.compress.reporting import Reporting
 from dtcomm.compress.residuals import describe_size
 from dtcomm.fsdp.collectives import GradientReduction
 from dtcomm.fsdp.guard import parameters_name
-from dtcomm.fsdp.options import (
-    FEEDBACKS,
-    PARAMETER_PREFIXES,
-    STATE_DEFAULTS,
-    StateOptions,
-    parse_spec,
-    require_accurate,
-    with_feedback,
-)
+from dtcomm.fsdp.options import STATE_DEFAULTS, StateOptions, parse_specs, require_accurate
 from dtcomm.fsdp.state import LOG_NAMES, FSDPState, codec_spec_for
 from dtcomm.fsdp.storage import OptimizerBucket
 from dtcomm.tp.sharded_module import shard_groups
@@ -84,9 +76,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         params: Named parameters, as ``model.named_parameters()`` gives them, or groups of them: dicts with
             ``"params"`` (named parameters) and options of the optimizer.
         optimizer: An optimizer class of torch.optim that works element by element (SGD, Adam, AdamW, RMSprop).
-        gradients: Spec of the gradients' reduce-scatter, as `dtcomm.fsdp.compress` takes it. Default: ``"none"``.
-        parameters: Spec of the parameters' all-gather, as `dtcomm.fsdp.compress` takes it; ``delta:`` needs no memory
-            here, because the model itself is the reference. Default: ``"none"``.
         stage: ZeRO stage: 1 keeps whole gradients in ``parameter.grad``, 2 frees them bucket by bucket. Default: 2.
         bucket_bytes: Size of a bucket in bytes. Default: 25 MiB.
         group: Process group, or one axis of a device mesh. Default: all ranks.
@@ -117,8 +106,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         params: NamedParameters | Sequence[dict[str, Any]],
         optimizer: Callable[..., torch.optim.Optimizer],
         *,
-        gradients: str | Codec = "none",
-        parameters: str | Codec = "none",
+        gradients: str | Codec | None = None,
+        parameters: str | Codec | None = None,
         stage: int = 2,
         bucket_bytes: int = 25 * MIB,
         group: GroupOrMesh = None,
@@ -130,7 +119,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         given: StateOptions = {**STATE_DEFAULTS}
         for name in given.keys() & options.keys():
             given[name] = options.pop(name)  # type: ignore[literal-required]
-        require_bool("allow_inaccurate", given["allow_inaccurate"])
         _require_options(optimizer, options)
         self.stage, self.group = stage, (group := process_group_of(group, "dp"))
         groups = _named_groups(params)
@@ -140,32 +128,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             for name, parameter in members["params"]
             if parameter.requires_grad
         }
-        gradient_spec, reason = with_feedback(
-            parse_spec(gradients, FEEDBACKS, "gradients"), given["feedback"]
-        )
-        parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
+        specs = parse_specs(gradients, parameters, given)
         memory = describe_size(sum(trainable.values()), given["residual"])
-        if not given["allow_inaccurate"]:
-            require_accurate(gradient_spec, parameter_spec, memory)
+        require_accurate(specs, given, memory)
         self._exclusions = exclusions(given["exclude"], list(trainable)).rules
-        self._compression = FSDPState(
-            gradient_spec,
-            parameter_spec,
-            given["seed"],
-            given["residual"],
-            given["guard"],
-            given["sample_every"],
-        )
-        self._compression.integration, self._compression.steps_ahead = self.integration, 1
-        self._loss_watch = None if given["guard"] is None else self._compression.guard
-        self._compression.group = group
-        self._compression.begin_step()
-        self._compression.verify(given["verify"])
-        self._compression.num_shards = dist.get_world_size(group)
-        self._compression.shard_index = dist.get_rank(group)
-        require_bool("save_residuals", given["save_residuals"])
-        self._compression.save_residuals = given["save_residuals"]
-        self._compression.log_feedback(memory, reason)
+        self._compression = compression = FSDPState(specs, given, self.integration)
+        self._loss_watch = None if given["guard"] is None else compression.guard
+        compression.group = group
+        compression.begin_step()
+        compression.num_shards, compression.shard_index = dist.get_world_size(group), dist.get_rank(group)
+        compression.log_feedback(memory)
         self._buckets: list[OptimizerBucket] = []
         shard_groups = []
         for number, parameter_group in enumerate(groups):
@@ -177,15 +149,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._sync, self._callback_queued = True, False
         self._pending: dict[int, _PendingReduction] = {}  # by index of the bucket
-        announced = {
-            "gradients": str(gradient_spec),
-            "parameters": str(parameter_spec),
-            "stage": stage,
-            **given,
-        }
-        announced["bucket_bytes"] = bucket_bytes
+        announced = {**compression.arguments, "stage": stage, "bucket_bytes": bucket_bytes}
         self.arguments = announced | options
-        if self._compression.num_shards > 1:
+        if compression.num_shards > 1:
             Announcement(group, LOG_NAMES[self.integration], announced).require_all(CONSTRUCTOR_LIMIT_S)
         for bucket in self._buckets:
             self._compression.register_layout(bucket.name, bucket.layout)

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import env, torch_compat
-from dtcomm.arguments import require_factor, require_int
+from dtcomm.arguments import require_bool, require_factor, require_int
 from dtcomm.codecs import Codec
 from dtcomm.collectives.groups import leaving_bytes
 from dtcomm.compress import checkpoint
-from dtcomm.compress.guard import Event, Guard, count_events
+from dtcomm.compress.guard import Event, count_events
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
 from dtcomm.compress.report import Report, describe_uncompressed
 from dtcomm.compress.reporting import Reporting, why_unused
 from dtcomm.compress.residuals import FORMS, log_feedback
 from dtcomm.compress.traffic import Traffic, group_traffic
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
-from dtcomm.fsdp.options import UNCOMPRESSED, CompressionSpec
+from dtcomm.fsdp.options import UNCOMPRESSED, CompressionSpec, Specs, StateOptions
 from dtcomm.fsdp.storage import BufferPool, FlatLayout, FullResidual, LoCoResidual, ResidualStore
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling import Timeline
@@ -46,12 +46,9 @@ class FSDPState(Reporting):
     """The compression state of a model; `dtcomm.fsdp.compress` makes one for all modules of a model.
 
     Args:
-        gradients: Spec of the gradients' reduction.
-        parameters: Spec of the parameters' all-gather.
-        seed: Seed of stochastic rounding.
-        residual: The type in which residuals are kept: ``"fp32"`` (default), ``"bf16"`` or ``"int8"``.
-        guard: Limits and actions of the guard; None (default) only measures.
-        sample_every: Errors are measured every so many steps; 0 (default) for never.
+        specs: What gradients and parameters are compressed with.
+        options: The other arguments of the call.
+        integration: Whose state it is, in the report: ``"FSDP"`` (default) or ``"ShardedOptimizer"``.
 
     Attributes:
         gradients: Spec of the gradients' reduction.
@@ -63,7 +60,6 @@ class FSDPState(Reporting):
         group: Their process group; None is the default group.
         agreeing_groups: The groups over which parameters are cut before they are sharded, those of tensor parallelism,
             and those of replicas. Their ranks follow the guard's decisions together.
-        integration: Whose state it is, in the report: ``"FSDP"`` or ``"ShardedOptimizer"``.
         steps_ahead: Steps that begin before there is anything to communicate: 1 where the end of a step begins the
             next one.
         save_residuals: Whether `state_dict` has the residuals.
@@ -74,20 +70,14 @@ class FSDPState(Reporting):
 
     timeline: Timeline
 
-    def __init__(
-        self,
-        gradients: CompressionSpec,
-        parameters: CompressionSpec,
-        seed: int,
-        residual: str = "fp32",
-        guard: Guard | None = None,
-        sample_every: int = 0,
-    ) -> None:
-        require_int("seed", seed)
-        self.arguments = {}
-        self.gradients, self.parameters = gradients, parameters
-        self.seed = seed
-        self.save_residuals = True
+    def __init__(self, specs: Specs, options: StateOptions, integration: str = "FSDP") -> None:
+        require_int("seed", options["seed"])
+        require_int("verify", options["verify"], 0)
+        require_bool("save_residuals", options["save_residuals"])
+        self.gradients, self.parameters, self._feedback_reason = specs
+        self.arguments = {**options, "gradients": str(self.gradients), "parameters": str(self.parameters)}
+        self.integration, self.steps_ahead = integration, int(integration == "ShardedOptimizer")
+        self.seed, self.save_residuals = options["seed"], options["save_residuals"]
         self.algorithm = "auto"  # of the collectives over the shards
         self.calls = 0
         self.shard_index, self.num_shards = checkpoint.rank_and_size()
@@ -100,22 +90,22 @@ class FSDPState(Reporting):
         self._reference_events: dict[str, tuple[Streams, Any]] = {}
         self._saved_reference_shards: dict[str, torch.Tensor] = {}  # from a checkpoint, until first used
         self._layouts: dict[str, FlatLayout | None] = {}
-        self._residuals = _make_residual_store(gradients.prefix, residual)
-        self._feedback_reason = ""
-        self.integration, self.steps_ahead = "FSDP", 0
+        self._residuals = _make_residual_store(self.gradients.prefix, options["residual"])
         self._modules: dict[str, dict[str, Traffic]] = {}  # module -> kind of collective -> counters
         self._notes: list[str] = []
         self._disabled = env.disabled()
         self._unused = ""  # why nothing is compressed in this job, or empty
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("fsdp")
-        self.guard = ShardGuard(guard, sample_every)
-        self._loss_watch = None if guard is None else self.guard
+        self.guard = ShardGuard(options["guard"], options["sample_every"])
+        self._loss_watch = None if options["guard"] is None else self.guard
         self._excluded: dict[str, str] = {}  # module -> the pattern that excludes it
         self._undo: list[Callable[[], None]] = []
         # What was asked for and is not compressed is logged once, by the first rank, at the end of a pass.
         self.warming_up = False
-        self._pairs: ForwardPairs | None = None
+        scope = "a step" if self.steps_ahead else "a step from forward to forward"
+        groups = lambda: (self.group, *self.agreeing_groups)  # noqa: E731
+        self._pairs = ForwardPairs(options["verify"], scope, groups) if options["verify"] else None
         self._has_begun = self._has_fallback = self._logged = self._log_is_queued = False
         self._has_reduced = False  # gradients, in this step
 
@@ -407,11 +397,11 @@ class FSDPState(Reporting):
         if self.rank == 0:
             _log.warning("%s: %s", LOG_NAMES[self.integration], text)
 
-    def log_feedback(self, memory: str, reason: str) -> None:
+    def log_feedback(self, memory: str) -> None:
         """Log the memory of error feedback on each rank, as text, and why it is on or off if "auto" decided."""
-        self._feedback_reason = reason
         if self.rank == 0:
-            log_feedback(LOG_NAMES[self.integration], memory if self.gradients.prefix else "", reason)
+            memory = memory if self.gradients.prefix else ""
+            log_feedback(LOG_NAMES[self.integration], memory, self._feedback_reason)
 
     def begin_forward(self) -> None:
         """Begin a step in its first forward pass: the first one after gradients were reduced.
@@ -439,18 +429,12 @@ class FSDPState(Reporting):
         if self._has_begun:  # the pass before this one is complete
             self.log_uncompressed()
         self._has_begun, self._has_reduced = True, False
-        if self._pairs is not None and not self.warming_up and dist.get_world_size(self.group) > 1:
-            self._pairs.begin()
+        if self._pairs is not None and self.guard.steps >= self.steps_ahead and not self.warming_up:
+            if dist.get_world_size(self.group) > 1:
+                self._pairs.begin()
         for module in self.guard.begin_step(self.group, self.agreeing_groups):
             if self._residuals is not None:
                 self._residuals.reset(module)
-
-    def verify(self, pairs: int) -> None:
-        """Measure pairs of steps, with compression and without, before the report says whether it paid; 0: none."""
-        require_int("verify", pairs, 0)
-        if pairs:
-            scope = "a step" if self.steps_ahead else "a step from forward to forward"
-            self._pairs = ForwardPairs(pairs, scope, lambda: (self.group, *self.agreeing_groups))
 
     def add_note(self, text: str) -> None:
         """Add a line to the report, once: what torch communicates itself, or what is not possible."""

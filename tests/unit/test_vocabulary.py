@@ -22,13 +22,12 @@ MADE_BY_FUNCTIONS = ("dtcomm.fsdp.FSDPState", "dtcomm.moe.MoEState", "dtcomm.pip
 COMMON = ("exclude", "feedback", "guard", "seed")
 #: Words whose defaults differ, and why.
 DIFFERENT = {
-    "algorithm": "sums of gradients are measured with the direct one; the others choose by size",
-    "backward_codec": "None is the codec of the forward pass, which layers do not assume",
-    "codec": "layers compress nothing by themselves; experts have the format of their paper",
-    "gradients": "None is the preset's, which ShardedOptimizer does not have",
-    "hierarchical": "None is a choice by the number of hosts, for which padded rows know too little",
-    "parameters": "as gradients; those of DDPState are tensors",
-    "sample_every": "LocalSGD samples averages, and not steps",
+    "algorithm": "with the direct one an averaged gradient does not depend on the bucket that it is in, which resumed "
+    "runs of DDP and LocalSGD need; FSDP's units and tensor parallelism's layers stay, so they choose by size",
+    "backward_codec": "None follows the codec of the forward pass; tensor parallelism compresses gradients if asked to",
+    "codec": "layers replace torch's own, bit for bit unless asked; the format of experts is that of their paper",
+    "hierarchical": "on several hosts dispatch sends fewer bytes that way; dispatch_padded only fewer messages",
+    "sample_every": "LocalSGD counts averages, of which there is one in `every` steps",
     "timeout_s": "the coordinator waits for connections, the ranks for averages",
 }
 

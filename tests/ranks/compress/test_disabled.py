@@ -96,7 +96,7 @@ def train_sharded(rank: int, compress: bool) -> list[torch.Tensor]:
 
 def train_optimizer(rank: int, compress: bool) -> list[torch.Tensor]:
     model = make_model()
-    codecs = {"gradients": "ef:int4", "parameters": "delta:int4"} if compress else {}
+    codecs = {"gradients": "ef:int4", "parameters": "delta:int4"} if compress else {"gradients": "none"}
     optimizer = fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, **codecs)
     train(model, optimizer, rank)
     optimizer.load_state_dict(optimizer.state_dict())

@@ -47,7 +47,7 @@ def test_the_sharded_optimizer(rank: int, n: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.Tanh(), nn.Linear(WIDE, 3)).bfloat16()
         optimizer = fsdp.ShardedOptimizer(
-            model.named_parameters(), torch.optim.AdamW, lr=0.01, parameters=parameters
+            model.named_parameters(), torch.optim.AdamW, lr=0.01, gradients="none", parameters=parameters
         )
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + rank)

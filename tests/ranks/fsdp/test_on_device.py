@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 import dtcomm.collectives as C
-from dtcomm.compress.guard import Guard
 from dtcomm.fsdp import ShardedOptimizer
 from dtcomm.fsdp.collectives import BackwardOverlap, CompressedAllGather, CompressedReduceScatter
-from dtcomm.fsdp.options import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
+from dtcomm.fsdp.options import FEEDBACKS, STATE_DEFAULTS, StateOptions, parse_specs
 from dtcomm.fsdp.state import FSDPState
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.streams import record_streams
@@ -64,9 +63,8 @@ def run_collectives(
 ) -> dict[str, Any]:
     """Return the gathered parameters and reduced gradients of some steps; in one step rank 1 has a NaN."""
     group = dist.distributed_c10d._get_default_group()
-    gradient_spec = parse_spec(gradients, FEEDBACKS, "gradients")
-    parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
-    state = FSDPState(gradient_spec, parameter_spec, 0, guard=Guard(), sample_every=1)
+    options: StateOptions = {**STATE_DEFAULTS, "sample_every": 1}
+    state = FSDPState(parse_specs(gradients, parameters, options), options)
     module: Any = ModuleWithoutState()
     gather = CompressedAllGather(state, "m")
     scatter = CompressedReduceScatter(state, "m", module, BackwardOverlap())

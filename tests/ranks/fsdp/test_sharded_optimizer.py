@@ -24,7 +24,12 @@ def batch(rank: int, number: int) -> torch.Tensor:
 def make_optimizer(**options: Any) -> tuple[nn.Module, fsdp.ShardedOptimizer]:
     torch.manual_seed(dist.get_rank())  # all ranks start with rank 0's parameters
     model = Net()
-    options = {"optimizer": torch.optim.AdamW, "lr": 0.01, "bucket_bytes": 4096} | options
+    options = {
+        "optimizer": torch.optim.AdamW,
+        "lr": 0.01,
+        "bucket_bytes": 4096,
+        "gradients": "none",
+    } | options
     return model, fsdp.ShardedOptimizer(model.named_parameters(), **options)
 
 
@@ -139,7 +144,7 @@ def test_bf16_parameters(rank: int, n: int) -> None:
     """bf16 parameters are updated in fp32: updates below bf16's resolution add up."""
     model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
-    optimizer = fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, lr=1e-3)
+    optimizer = fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, lr=1e-3, gradients="none")
     for _ in range(8):
         model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
@@ -171,6 +176,9 @@ def test_invalid_arguments_are_refused(rank: int, n: int) -> None:
         fsdp.ShardedOptimizer(model.parameters(), torch.optim.SGD)  # type: ignore[arg-type]
     options = {"parameters": "int2", "gradients": "topk", "feedback": False}
     fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, allow_inaccurate=True, **options)
+    for preset, gradients, parameters in ((None, "int8", "none"), ("loco", "loco:int4:block=128", "none")):
+        config = fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, preset=preset).config()
+        assert (config["gradients"], config["parameters"]) == (gradients, parameters)
 
 
 def report_errors(rank: int, n: int, parameters: str) -> tuple[dict[str, float | None], list[str], str]:

@@ -130,7 +130,7 @@ def test_sharded_optimizer_of_tensor_parallel_layers(rank: int, ranks: int) -> N
     # Uncompressed it has the bits of DDP, of the same layers and the same clipping.
     model = layers_of(mesh, "none")
     optimizer = fsdp.ShardedOptimizer(
-        model.named_parameters(), torch.optim.AdamW, lr=1e-2, group=group, bucket_bytes=6000
+        model.named_parameters(), torch.optim.AdamW, lr=1e-2, gradients="none", group=group, bucket_bytes=6000
     )
     plain = DistributedDataParallel(layers_of(mesh, "none"), process_group=group)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
