@@ -280,7 +280,9 @@ class Report(RankReport):
             rows: Sequence[Row | MessageRow] = self.by_message if name == "calls" else self.rows
             for what in dict.fromkeys(row.what for row in rows):
                 total = sum(getattr(row, name) for row in rows if row.what == what)
-                metrics.append(Metric(f"dtcomm_{name}_total", total, text, "counter", {"what": what}))
+                metrics.append(
+                    Metric(f"dtcomm_{name}_total", total, text, "counter", {"what": what}, name == "calls")
+                )
         metrics.append(
             Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback and momentum")
         )
@@ -296,11 +298,15 @@ class Report(RankReport):
             calls = sum(message.calls for message in alike)
             if seconds is not None and calls:
                 text = "mean time of a message, start to finish"
-                metrics.append(Metric("dtcomm_message_seconds", seconds / calls, text, labels=labels))
+                metrics.append(
+                    Metric("dtcomm_message_seconds", seconds / calls, text, labels=labels, detail=True)
+                )
             if any(message.relative_error is not None for message in alike):
                 text = f"{error_help}, by message"
                 error = _largest_error(alike)
-                metrics.append(Metric("dtcomm_message_relative_error", error, text, labels=labels))
+                metrics.append(
+                    Metric("dtcomm_message_relative_error", error, text, labels=labels, detail=True)
+                )
         return metrics + _guard_metrics(self.fidelity, self.events)
 
     def _title(self) -> str:

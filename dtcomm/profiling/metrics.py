@@ -21,13 +21,17 @@ from dtcomm.system import write_file
 
 @dataclass(frozen=True)
 class Metric:
-    """One value; metrics of one name differ in their labels. A "counter" only grows, a "gauge" need not."""
+    """One value; metrics of one name differ in their labels. A "counter" only grows, a "gauge" need not.
+
+    ``detail`` marks those of which a model has too many for the lines of a log, such as one of each message.
+    """
 
     name: str
     value: float
     help: str
     kind: str = "gauge"
     labels: Mapping[str, str] = field(default_factory=dict)
+    detail: bool = False
 
 
 class HasMetrics(Protocol):
@@ -95,7 +99,8 @@ def write_prometheus(
 def log_metrics(source: HasMetrics, logger: Any, step: int | None = None) -> None:
     """Give the finite metrics to a logger, by their names and labels behind ``dtcomm/``.
 
-    In the labels that make up a name, what loggers do not take in names becomes ``_``.
+    That is about a dozen values; those of single messages are left to `prometheus` and to the report. In the labels
+    that make up a name, what loggers do not take in names becomes ``_``.
 
     Args:
         source: What has metrics.
@@ -125,10 +130,10 @@ def log_metrics(source: HasMetrics, logger: Any, step: int | None = None) -> Non
 
 
 def scalars(source: HasMetrics) -> dict[str, float]:
-    """Return the finite metrics by the names that `log_metrics` gives them."""
+    """Return the finite metrics, without details, by the names that `log_metrics` gives them."""
     values = {}
     for metric in source.metrics():
-        if math.isfinite(metric.value):  # TensorBoard cannot draw others
+        if math.isfinite(metric.value) and not metric.detail:  # TensorBoard cannot draw infinite ones
             labels = (re.sub(r"[^\w.-]+", "_", value) for value in metric.labels.values() if value)
             values["/".join(["dtcomm", metric.name.removeprefix("dtcomm_"), *labels])] = float(metric.value)
     return values

@@ -94,6 +94,22 @@ def trainer_session(rank: int, n: int, folder: Path, gradients: str, mode: str) 
     return losses
 
 
+def logged_by_trainer(rank: int, n: int, folder: Path) -> list[dict[str, float]]:
+    """Return what a Trainer logs with ``log=True`` where it shards the model."""
+    set_environment(rank, n)
+    with let_accelerate_shard_on_cpus():
+        sharding = {**SHARDING, "version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP"}
+        trainer = make_trainer(folder, {}, fsdp=True, fsdp_config=sharding)
+        trainer.args.logging_strategy, trainer.args.logging_steps = (
+            trainer.args.save_strategy,
+            trainer.args.save_steps,
+        )
+        fsdp.attach(trainer, "int8", "int8", sample_every=1, log=True)
+        trainer.train()
+        forget_accelerate()
+    return [values for values in trainer.state.log_history if "loss" in values]
+
+
 def shard(module: Any) -> None:
     """Shard a Lightning module's net."""
     mesh = module.device_mesh["data_parallel"]

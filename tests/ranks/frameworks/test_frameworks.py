@@ -110,11 +110,23 @@ def test_a_run_that_was_killed_continues_with_the_same_losses(framework: str, tm
     assert "error feedback still had to send is lost" in without[0][1][0]
 
 
-def test_a_trainer_logs_the_metrics_at_its_interval(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("session", "sent"),
+    [
+        (sessions.logged_by_trainer, ["gradients"]),
+        (fsdp_sessions.logged_by_trainer, ["gradients", "parameters"]),
+    ],
+    ids=["ddp", "fsdp"],
+)
+def test_a_trainer_logs_the_metrics_at_its_interval(
+    session: Callable[..., Any], sent: list[str], tmp_path: Path
+) -> None:
     require("transformers")
-    logged = run_ranks(sessions.logged_by_trainer, 2, tmp_path)[0]
+    logged = run_ranks(session, 2, tmp_path)[0]
     assert [values["dtcomm/steps_total"] for values in logged] == [4, 8, 12]
-    assert all(values["dtcomm/wire_bytes_total/gradients"] > 0 for values in logged)
+    for values in logged:
+        assert all(values[f"dtcomm/wire_bytes_total/{what}"] > 0 for what in sent)
+        assert 8 <= sum(name.startswith("dtcomm/") for name in values) <= 14
 
 
 def accelerator_and_model(rank: int, n: int, spec: str) -> tuple[Any, Any, Any]:
