@@ -67,6 +67,10 @@ _ENDS = {  # what is left: why it ends
         "requests.get": "a coroutine; the end of the connection is queued",
         "self._socket.recv_into": "the socket has a timeout",
     },
+    "extensions/weights/transport.py": {
+        "self._listener.accept": "does not block",
+        "connection.recv_into": "the socket has a timeout; at the other end, a thread without a task",
+    },
     "launch/fork_server.py": {"self._process.wait": "it was killed", "self._control.recv": "EOF if it dies"},
     "launch/process_pool.py": {"self.connection.recv": "polled before"},
     "launch/worker.py": {"_parent.recv": "a rank without a task"},

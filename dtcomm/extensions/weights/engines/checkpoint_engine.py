@@ -1,7 +1,7 @@
 """The checkpoint engine of verl and of NeMo-RL: the first rank of the trainer publishes, each rollout worker follows.
 
 verl imports this module by ``custom_backend_module`` (0.9.1 was read); NeMo-RL makes the class by its name in
-``refit_transport`` (commit 2bce0689 of ``nemo_rl/utils/checkpoint_engines/base.py``). Neither asks for its base class.
+``refit_transport`` (NeMo-RL#2608 and what followed, to commit 2bce0689). Neither asks for its base class.
 """
 
 from __future__ import annotations
