@@ -289,22 +289,26 @@ class _Endpoint:
             selector.register(connection, selectors.EVENT_READ)
             while time.monotonic() < caller.until and not (selector.select(_POLL_SECONDS) and caller.read()):
                 pass
-            if self._listener.hello_of(caller) is None or not tcp.answer(caller):
-                return
-            tcp.configure(connection, True)
-            connection.setblocking(True)
-            while True:
-                request = _receive(connection, memoryview(bytearray(_REQUEST.size)))
-                kind, key, at, length = _REQUEST.unpack(request)
-                memory, error = self._memory.get(key), b""
-                if memory is None or kind not in (_READ, _WRITE) or at + length > len(memory.data):
-                    error, memory = b"no such memory is registered, or it is smaller", None
-                data = memory.data[at : at + length] if memory else memoryview(bytearray(min(length, _PIECE)))
-                if kind == _WRITE:
-                    _receive(connection, data)
-                answer = error if error or kind == _WRITE else data
-                connection.sendall(_ANSWER.pack(bool(error), len(answer)))
-                connection.sendall(answer)
+            if self._listener.hello_of(caller) is not None and tcp.answer(caller):
+                tcp.configure(connection, True)
+                connection.setblocking(True)
+                while not self._is_closing:
+                    self._answer(connection)
+        with self._lock:
+            self._sockets.discard(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        request = _receive(connection, memoryview(bytearray(_REQUEST.size)))
+        kind, key, at, length = _REQUEST.unpack(request)
+        memory, error = self._memory.get(key), b""
+        if memory is None or kind not in (_READ, _WRITE) or at + length > len(memory.data):
+            error, memory = b"no such memory is registered, or it is smaller", None
+        data = memory.data[at : at + length] if memory else memoryview(bytearray(min(length, _PIECE)))
+        if kind == _WRITE:
+            _receive(connection, data)
+        body = error if error or kind == _WRITE else data
+        connection.sendall(_ANSWER.pack(bool(error), len(body)))
+        connection.sendall(body)
 
     def _take(self) -> socket.socket | None:
         with contextlib.suppress(queue.Empty):
