@@ -2,10 +2,10 @@
 
 - `FrozenVariance` keeps Adam's second moment after a warm-up, for coarse codecs; `freeze_variance` does so for a
   `dtcomm.fsdp.ShardedOptimizer`.
-- `InvariantRowParallelLinear` gives the same bits on every number of ranks.
+- `sum_microbatches` and `fix_terms` give gradients and tensor-parallel layers the same bits on every number of ranks.
 """
 
 from dtcomm.extensions.extras.frozen_variance import FrozenVariance, freeze_variance
-from dtcomm.extensions.extras.invariant_sum import InvariantRowParallelLinear
+from dtcomm.extensions.extras.invariant_sum import fix_terms, sum_microbatches
 
-__all__ = ["FrozenVariance", "InvariantRowParallelLinear", "freeze_variance"]
+__all__ = ["FrozenVariance", "fix_terms", "freeze_variance", "sum_microbatches"]

@@ -1,143 +1,424 @@
-"""Row-parallel products with the same bits on every number of ranks.
+"""Training and layers whose results have the same bits on 1, 2, 4 and 8 ranks.
 
-A row-parallel layer adds one partial product for each rank, so its rounding depends on the number of ranks. Here it
-is cut into a fixed number of *terms* instead. Each rank computes the partial products of its terms, one by one, and all
-terms of all ranks are added as integers (codec ``exact``, docs/guides/reproducible-sums.md) whose headroom is that of
-the number of terms. What is added, and how, then does not depend on the ranks that do it.
+A sum over ranks has as many terms as there are ranks, so its rounding depends on their number. Here a sum has a fixed
+number of *terms*, each of which is computed by itself, in operations whose shapes are the same everywhere. The terms of
+all ranks are added as integers and rounded once (codec ``exact:rounded=true``, docs/guides/reproducible-sums.md):
+
+- `sum_microbatches`: the gradients of a fixed number of microbatches (DDP, FSDP2, or one process);
+- `fix_terms`: the partial products of tensor-parallel layers, cut along the dimension that is summed;
+- `sum_terms`: tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from dtcomm.codecs import Codec, Exact
-from dtcomm.collectives import all_reduce
+from dtcomm.codecs.cast import ROUNDED, RoundedExact
+from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.kernels import local_tasks
-from dtcomm.torch_compat import autograd_apply
-from dtcomm.tp import RowParallelLinear, functional
-from dtcomm.tp.comm_config import CommConfig
-from dtcomm.tp.flash_all_reduce import EpilogueResult
+from dtcomm.torch_compat import (
+    DDPMeshInfo,
+    GradBucket,
+    ReduceScatter,
+    autograd_apply,
+    fsdp2_parameter_group,
+)
+from dtcomm.tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, functional
+from dtcomm.tp.comm_config import NONE, parse_codec
+from dtcomm.tp.flash_all_reduce import EpilogueResult, Norm
+from dtcomm.tp.sharded_module import ShardedModule
+
+#: Tokens of one matrix product. torch's products of other numbers of rows may round differently.
+ROWS = 32
+ALIGNMENT = 64  # bytes: where a matrix starts may decide which instructions multiply it
 
 
-class InvariantRowParallelLinear(RowParallelLinear):
-    """A `dtcomm.tp.RowParallelLinear` whose results have the same bits on every number of ranks that divides ``terms``.
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+def sum_terms(
+    terms: Sequence[torch.Tensor],
+    count: int,
+    *,
+    divisor: int = 1,
+    group: dist.ProcessGroup | None = None,
+    scatter: bool = False,
+    alone: bool = False,
+) -> torch.Tensor:
+    """Return the exact sum of the terms of all ranks, divided and rounded once; a collective.
 
     Args:
-        in_features: Size of the last dimension of the dense layer's input; a multiple of ``terms``.
-        out_features: Size of the last dimension of the output.
-        terms: Number of partial products that are added; a multiple of the number of ranks.
-        codec: ``exact`` with its options. Default: ``"exact"``.
-        **options: Other arguments of `dtcomm.tp.RowParallelLinear`, without ``sequence_parallel`` and ``chunks``.
+        terms: This rank's terms, at least one: fp32, fp16 or bf16 CPU tensors of the same shape and type on all ranks.
+        count: The number of terms of all ranks.
+        divisor: What the sum is divided by before it is rounded. Default: 1.
+        group: The ranks. Default: all.
+        scatter: Return this rank's part of the sum, cut along the first dimension. Default: False.
+        alone: All terms are this rank's; nothing is sent. Default: False.
+    """
+    codec, like = RoundedExact(), terms[0]
+    ranks, own = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
+    if like.dtype not in codec.dtypes:
+        raise ValueError(f"terms: {codec} does not take {like.dtype}; valid: float32, float16, bfloat16")
+    shards, own = (ranks, own) if scatter else (1, 0)
+    shape = (len(like) // shards, *like.shape[1:]) if scatter else like.shape
+    numel = math.prod(shape)
+    if not numel:
+        return like.new_empty(shape)
+    rows = [term.detach().contiguous().view(shards, numel) for term in terms]
+
+    ranges = torch.zeros(2, shards, codec.blocks(numel), dtype=torch.uint8)
+    measured = torch.empty_like(ranges)
+    for term in rows:
+        for shard in range(shards):
+            top, low = measured[:, shard]
+            local_tasks.measure_digits(codec, term[shard], top, low, False)()
+        torch.maximum(ranges, measured, out=ranges)
+    if ranks > 1:
+        all_reduce(ranges, "max", group=group)
+    tops, lows = ranges
+    counts = [local_tasks.count_digits(count, *pair) for pair in zip(tops, lows, strict=True)]
+    if not all(finite for *_, finite in counts):
+        finite = [torch.where(term.isfinite(), term, 0) for term in terms]
+        total = sum_terms(finite, count, divisor=divisor, group=group, scatter=scatter, alone=alone)
+        # The sum of these terms, with zeros for the others, is not rounded.
+        special = torch.stack([torch.where(term.isfinite(), 0, term) for term in terms]).sum(0)
+        if ranks > 1:
+            all_reduce(special, group=group)
+        special = special.chunk(shards)[own]
+        return torch.where(special.isfinite(), total, special)
+
+    bits = 31 - (count - 1).bit_length()
+    wide = max((-(-span // bits) - 1 for _, some, span, _ in counts if some), default=0)
+    sizes = [(numel, middle * codec.block, some * codec.block * wide) for middle, some, _, _ in counts]
+    agreed = [
+        local_tasks.SumRange(codec=codec, ranks=count, wide=wide, tops=top, lows=low)
+        for top, low in zip(tops, lows, strict=True)
+    ]
+    totals = [
+        torch.zeros(shards, max(row[k] for row in sizes), dtype=dtype)
+        for k, dtype in enumerate((torch.int32, torch.int16, torch.int32))
+    ]
+    for term in rows:
+        for shard in range(shards):
+            digits = [torch.empty(n, dtype=t.dtype) for n, t in zip(sizes[shard], totals, strict=True)]
+            local_tasks.split_digits(agreed[shard], term[shard], True, *digits)()
+            for total, part in zip(totals, digits, strict=True):
+                total[shard, : len(part)] += part
+    for total in totals:
+        if ranks > 1 and total.numel():
+            reduce_scatter(total[own], total, group=group) if scatter else all_reduce(total, group=group)
+    first, middle, above = [total[own, :n] for n, total in zip(sizes[own], totals, strict=True)]
+    out = like.new_empty(numel)
+    local_tasks.round_digits(agreed[own], first, middle, above, divisor, out)()
+    return out.view(shape)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def sum_microbatches(model: nn.Module, microbatches: int = 8) -> None:
+    """Make gradients the mean over a fixed number of microbatches, with the same bits on every number of ranks.
+
+    Every rank runs ``microbatches / ranks`` backward passes a step, one for each microbatch, without ``no_sync`` or
+    ``set_requires_gradient_sync(False)``. Each gradient is kept, and is zero for the model, until the last one: then it
+    is the exact mean over all microbatches of all ranks, rounded once. Losses are not divided. The rank keeps
+    ``microbatches / ranks`` gradients of the model. With one microbatch a rank, `dtcomm.ddp.compress` and
+    `dtcomm.fsdp.compress` with ``"* -> exact:rounded=true"`` give the same bits.
+
+    Args:
+        model: A DistributedDataParallel without a communication hook, an FSDP2 module without replicas, or a module
+            whose gradients are not summed over ranks (one process, tensor parallelism). Its gradients are fp32, fp16
+            or bf16 CPU tensors, and every microbatch uses all parameters.
+        microbatches: The number of microbatches of all ranks in a step; a multiple of the number of ranks. Default: 8.
 
     Raises:
-        ValueError: ``terms``, ``codec`` or another argument is not valid.
+        ValueError: ``microbatches`` or ``model`` is not valid.
 
     Example::
 
-        layer = InvariantRowParallelLinear(1024, 1024, terms=8)
+        dtcomm.extensions.extras.sum_microbatches(model, 8)  # a DistributedDataParallel on 1, 2, 4 or 8 ranks
+        for x, y in own_microbatches:
+            loss_fn(model(x), y).backward()
+        optimizer.step()
     """
+    if isinstance(model, DistributedDataParallel):
+        kept = _KeptTerms(microbatches, model.process_group)
+        model.register_comm_hook(None, lambda _, bucket: _reduce_bucket(kept, bucket))
+        return
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        parameters = fsdp2_parameter_group(unit)
+        if parameters is None:
+            continue
+        if isinstance(parameters.mesh_info, DDPMeshInfo):
+            raise ValueError("model: its FSDP2 modules have replicas; valid: a one-dimensional mesh")
+        reduction = _ReduceScatterTerms(_KeptTerms(microbatches, parameters.mesh_info.shard_process_group))
+        unit.set_custom_reduce_scatter(reduction)
+        unit.set_all_reduce_hook(reduction.on_one_rank)
+    if not units:
+        kept = _KeptTerms(microbatches, None, alone=True)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda p: kept.replace(id(p), p.grad)
+                )
 
-    def __init__(
-        self, in_features: int, out_features: int, *, terms: int, codec: str | Codec = "exact", **options: Any
+
+class _KeptTerms:
+    """The gradients of a step's microbatches until the last one, by a key for each tensor."""
+
+    def __init__(self, count: int, group: dist.ProcessGroup | None, alone: bool = False) -> None:
+        self.count, self.group, self.ranks = count, group, 1 if alone else dist.get_world_size(group)
+        if count < 1 or count % self.ranks:
+            raise ValueError(f"microbatches: {count}; valid: a multiple of the {self.ranks} ranks")
+        self._terms: dict[int, list[torch.Tensor]] = {}
+
+    def of(self, key: int, term: torch.Tensor) -> list[torch.Tensor]:
+        """Keep a term; return all of the step with the last one, before it nothing."""
+        terms = self._terms.setdefault(key, [])
+        terms.append(term.detach().clone())
+        return self._terms.pop(key) if len(terms) == self.count // self.ranks else []
+
+    def mean(self, terms: Sequence[torch.Tensor], scatter: bool = False) -> torch.Tensor:
+        """Return the mean of the terms of all ranks."""
+        options: dict[str, Any] = {"divisor": self.count, "group": self.group, "scatter": scatter}
+        mean = sum_terms(terms, self.count, alone=self.ranks == 1, **options)
+        return mean.add_(0)  # no -0, which FSDP2 loses where it adds the mean to zeros
+
+    def replace(self, key: int, gradient: torch.Tensor | None) -> None:
+        """Replace a gradient that no other rank has: by zeros, or by the mean with the last one."""
+        assert gradient is not None
+        terms = self.of(key, gradient)
+        gradient.copy_(self.mean(terms)) if terms else gradient.zero_()
+
+
+def _reduce_bucket(kept: _KeptTerms, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's hook. Terms belong to parameters: DDP makes other buckets after the first backward pass."""
+    buffer = bucket.buffer()
+    pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+    terms = [kept.of(id(parameter), gradient.view(-1)) for parameter, gradient in pairs]
+    if terms[0]:
+        buffer.copy_(kept.mean([torch.cat(step) for step in zip(*terms, strict=True)]))
+    else:
+        buffer.zero_()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+class _ReduceScatterTerms(ReduceScatter):
+    """The reduce-scatter of one FSDP2 module: of zeros, or of all terms with the last one."""
+
+    def __init__(self, kept: _KeptTerms) -> None:
+        self._kept = kept
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, codec=codec, **options)
-        if not isinstance(self.comm.codec, Exact):
-            raise ValueError(f"codec: {self.comm.codec}; valid: exact, exact:bits=16, exact:bits=32")
-        if self.sequence_dim is not None:
-            raise ValueError("sequence_parallel: not with terms; valid: False")
-        if terms < 1 or terms % self.comm.world_size or in_features % terms:
-            raise ValueError(
-                f"terms: {terms}; valid: a multiple of the {self.comm.world_size} ranks that divides in_features "
-                f"({in_features})"
-            )
-        self.comm.codec.digits(terms)  # raises if the integers are too narrow
-        self.terms = terms
+        if op != dist.ReduceOp.AVG:
+            raise ValueError("model: FSDP2 divides its gradients; valid: fp32 or bf16, no divide factor")
+        terms = self._kept.of(0, input_tensor)
+        if terms:
+            output_tensor.copy_(self._kept.mean(terms, scatter=True))
+        else:
+            output_tensor.zero_()
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``x W' + b``, plus the residual stream if one is passed; see `dtcomm.tp.RowParallelLinear.forward`."""
+    def on_one_rank(self, gradient: torch.Tensor) -> None:
+        """FSDP2's hook after the reduce-scatter, which one rank does not call."""
+        if self._kept.ranks == 1:
+            self._kept.replace(0, gradient)
+
+
+# --- tensor-parallel layers ------------------------------------------------------------------------------------------
+
+
+def fix_terms(model: nn.Module, terms: int = 8) -> None:
+    """Give a model's tensor-parallel layers the same bits on every number of ranks that divides ``terms``; in place.
+
+    Results, and the gradients of inputs, weights and biases, are then equal with and without sequence parallelism, and
+    a token's result does not depend on the other tokens of its batch. Sums over ranks are those of ``terms`` partial
+    products, rounded once, whatever codec the layers had. Every product has the same shape everywhere: one of ``terms``
+    parts of the features by `ROWS` tokens, which zeros complete. Products of one shape must round alike: the ranks need
+    the same processor type, torch build and number of threads.
+
+    Args:
+        model: A `dtcomm.tp.RowParallelLinear` or `dtcomm.tp.ColumnParallelLinear`, or a module that contains such
+            layers, of fp32, fp16 or bf16 on CPU. `dtcomm.tp.VocabParallelEmbedding` sends uncompressed.
+        terms: Number of parts of the dense layers; a multiple of the number of ranks. Default: 8.
+
+    Raises:
+        ValueError: ``terms`` does not fit, or the model has other tensor-parallel layers.
+
+    Example::
+
+        layer = dtcomm.tp.RowParallelLinear(1024, 1024)
+        dtcomm.extensions.extras.fix_terms(layer)  # the same bits on 1, 2, 4 and 8 ranks
+    """
+    layers: dict[str, RowParallelLinear | ColumnParallelLinear] = {}
+    for name, module in model.named_modules():
+        if type(module) in (RowParallelLinear, ColumnParallelLinear):
+            layers[name] = module
+        elif isinstance(module, ShardedModule) and not isinstance(module, VocabParallelEmbedding):
+            raise ValueError(
+                f"model: {name} is a {type(module).__name__}; valid: RowParallelLinear, ColumnParallelLinear, "
+                "VocabParallelEmbedding"
+            )
+    for name, layer in layers.items():
+        ranks, sizes = layer.comm.world_size, _part_sizes(layer)
+        if terms < 1 or terms % ranks or any(size * ranks % terms for size in sizes):
+            features = ", ".join(str(size * ranks) for size in sizes)
+            raise ValueError(
+                f"terms: {terms}; valid: a multiple of the {ranks} ranks that divides the {features} features of {name}"
+            )
+    rounded = parse_codec(ROUNDED)
+    for layer in layers.values():
+        own = terms // layer.comm.world_size
+        parts = [size // own for size in _part_sizes(layer) for _ in range(own)]
+        layer.comm = replace(layer.comm, codec=rounded, backward_codec=rounded)
+        kind = _RowOfTerms if isinstance(layer, RowParallelLinear) else _ColumnOfTerms
+        vars(layer)["parts"], layer.__class__ = parts, kind
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):  # all terms but one are zeros
+            module.comm = replace(module.comm, codec=NONE, backward_codec=NONE)
+
+
+def _part_sizes(layer: RowParallelLinear | ColumnParallelLinear) -> list[int]:
+    """Return the sizes of the tensors that this rank's features consist of, side by side."""
+    rows, columns = layer.matrix.shape
+    if isinstance(layer, RowParallelLinear):
+        return [columns]
+    if isinstance(layer.packed, int):
+        return [rows // layer.packed] * layer.packed
+    return [size // layer.comm.world_size for size in layer.packed]
+
+
+class _RowOfTerms(RowParallelLinear):
+    """A row-parallel layer whose input features are cut into ``parts``."""
+
+    parts: list[int]
+
+    def _forward(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> EpilogueResult:
         if not self.input_is_parallel:
             x = functional.split_to_ranks(x, self.comm)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = row_linear_in_terms(x, self.matrix, self.comm, self.terms)
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
-        return y if residual is None else y + residual
-
-    def with_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float = 1e-6
-    ) -> EpilogueResult:
-        """Return `forward` and the RMS norm of its result."""
-        y = self.forward(x, residual)
-        return EpilogueResult(y, F.rms_norm(y, (y.shape[-1],), weight, eps))
+        y = autograd_apply(_ProductOfParts, _cast(x), self.matrix.t(), self.bias, self, True)
+        if residual is not None:
+            y = y + residual
+        return EpilogueResult(y, None if norm is None else F.rms_norm(y, y.shape[-1:], norm.weight, norm.eps))
 
 
-def sum_of_terms(
-    terms: Sequence[torch.Tensor], count: int, codec: Exact, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """Return the sum of the terms of all ranks, with bits that depend neither on the ranks nor on any order.
+class _ColumnOfTerms(ColumnParallelLinear):
+    """A column-parallel layer whose output features are cut into ``parts``."""
 
-    ``terms`` are this rank's. Their number on all ranks, ``count``, sets the headroom of the integers.
+    parts: list[int]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = autograd_apply(_ProductOfParts, _cast(x), self.matrix, self.bias, self, False)
+        return functional.gather_from_ranks(y, self.comm) if self.gather_output else y
+
+
+class _ProductOfParts(torch.autograd.Function):
+    """``x @ weight`` summed over the ranks (row), or ``x @ weight.t()``; ``weight`` is [features of this rank, others].
+
+    The layers are each other's transpose: the gradient of a row layer's input is a column layer's product.
     """
-    flat = [term.detach().contiguous().view(-1) for term in terms]
-    if not flat[0].numel():
-        return torch.empty_like(terms[0])
-    blocks = codec.blocks(flat[0].numel())
-    exponents = torch.zeros(blocks, dtype=torch.uint8, device=flat[0].device)
-    measured = torch.empty_like(exponents)
-    for term in flat:
-        local_tasks.measure_exponents(codec, term, None, measured)()
-        torch.maximum(exponents, measured, out=exponents)
-    all_reduce(exponents, "max", group=group)
-    total = torch.empty(flat[0].numel(), dtype=codec.code_type, device=flat[0].device)
-    local_tasks.quantize_to_exponents(codec, count, flat[0], None, exponents, total)()
-    codes = torch.empty_like(total) if len(flat) > 1 else total
-    for term in flat[1:]:
-        local_tasks.quantize_to_exponents(codec, count, term, None, exponents, codes)()
-        total.add_(codes)
-    all_reduce(total, group=group)
-    out = torch.empty_like(flat[0])
-    local_tasks.dequantize(codec, count, total, exponents, 1, out)()
-    return out.view(terms[0].shape)
-
-
-def row_linear_in_terms(x: torch.Tensor, weight: torch.Tensor, comm: CommConfig, count: int) -> torch.Tensor:
-    """Return ``x @ weight.t()`` summed over the ranks of ``comm`` as a sum of ``count`` terms. Differentiable.
-
-    ``x`` has this rank's input features, ``weight`` its columns of the layer's weight.
-    """
-    return autograd_apply(_RowLinearInTerms, x, weight, comm, count)  # type: ignore[no-any-return]
-
-
-class _RowLinearInTerms(torch.autograd.Function):
-    """The gradient is that of the uncompressed product."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, comm: CommConfig, count: int
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: _RowOfTerms | _ColumnOfTerms,
+        row: bool,
     ) -> torch.Tensor:
         weight = weight.to(x.dtype)
+        x = x if row else _gather(x, layer, backward=False)
         ctx.save_for_backward(x, weight)
-        assert isinstance(comm.codec, Exact)
-        tokens = x.reshape(-1, x.shape[-1])
-        own = count // comm.world_size
-        comm.traffic.count("all_reduce", x, len(tokens) * len(weight), comm.codec, comm.codec, comm.algorithm)
-        # Copies of the same shape on every number of ranks, so that the same matrix product is chosen.
-        terms = [
-            part.contiguous() @ columns.contiguous().t()
-            for part, columns in zip(tokens.chunk(own, 1), weight.chunk(own, 1), strict=True)
-        ]
-        return sum_of_terms(terms, count, comm.codec, comm.group).view(*x.shape[:-1], len(weight))
+        ctx.layer, ctx.row = layer, row
+        y = _sum(x, weight, layer, backward=False) if row else _wide(x, weight, layer)
+        return y if bias is None else y + bias.to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        flat = dy.reshape(-1, dy.shape[-1])
-        dx = (flat @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        dweight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None, None
+        if ctx.row:
+            cut, whole = x, _gather(dy, ctx.layer, backward=True)
+            dx = _wide(whole, weight, ctx.layer)
+        else:
+            cut, whole = dy, x
+            dx = _sum(dy, weight, ctx.layer, backward=True)
+        whole = _aligned(whole.reshape(-1, whole.shape[-1]))
+        parts = [_aligned(part) for part in torch.split(cut.reshape(len(whole), -1), ctx.layer.parts, 1)]
+        dweight = torch.cat([part.t() @ whole for part in parts])
+        dbias = whole.sum(0) if ctx.row else torch.cat([part.sum(0) for part in parts])
+        return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None, None
+
+
+def _gather(x: torch.Tensor, layer: _RowOfTerms | _ColumnOfTerms, *, backward: bool) -> torch.Tensor:
+    """Return the whole sequence of a tensor whose features are not cut."""
+    if layer.sequence_dim is None:
+        return x
+    return functional.all_gather(x, layer.comm, layer.sequence_dim, backward=backward)
+
+
+def _wide(x: torch.Tensor, weight: torch.Tensor, layer: _RowOfTerms | _ColumnOfTerms) -> torch.Tensor:
+    return torch.cat([_product(x, part.t()) for part in torch.split(weight, layer.parts)], -1)
+
+
+def _sum(
+    x: torch.Tensor, weight: torch.Tensor, layer: _RowOfTerms | _ColumnOfTerms, *, backward: bool
+) -> torch.Tensor:
+    """Return ``x @ weight`` summed over the ranks, of a sequence that is cut this rank's part."""
+    comm, dim, parts = layer.comm, layer.sequence_dim, layer.parts
+    pairs = zip(torch.split(x, parts, -1), torch.split(weight, parts), strict=True)
+    terms = [_product(*pair) for pair in pairs]
+    collective, algorithm = ("all_reduce", comm.algorithm) if dim is None else ("reduce_scatter", "auto")
+    comm.traffic.count(collective, terms[0], terms[0].numel(), comm.codec, comm.codec, algorithm, backward)
+    if dim is not None:
+        dim %= x.ndim
+        ranks, length = comm.world_size, comm.shard_size(x.shape[dim], f"dim {dim}")
+        shape = (*x.shape[:dim], ranks, length, *terms[0].shape[dim + 1 :])
+        terms = [term.view(shape).movedim(dim, 0) for term in terms]
+    count, alone = comm.world_size * len(parts), comm.world_size == 1
+    total = sum_terms(terms, count, group=comm.group, scatter=dim is not None, alone=alone)
+    return total if dim is None else total[0]
+
+
+def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ matrix``, whose rows do not depend on each other: products of `ROWS` tokens each."""
+    tokens = x.reshape(-1, x.shape[-1])
+    matrix = _aligned(matrix)
+    blocks = torch.split(F.pad(tokens, (0, 0, 0, -len(tokens) % ROWS)), ROWS)
+    y = torch.cat([_aligned(block) @ matrix for block in blocks])
+    return y[: len(tokens)].view(*x.shape[:-1], matrix.shape[1])
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous matrix that starts at a multiple of `ALIGNMENT` bytes."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def _cast(x: torch.Tensor) -> torch.Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -1,123 +1,272 @@
-"""A row-parallel layer in codec ``exact`` has the same bits on 1, 2, 4 and 8 ranks, for messages of any size."""
+"""Layers, gradients and trained weights have the same bits on 1, 2, 4 and 8 ranks, in every layout."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm
 from dtcomm import tp
-from dtcomm.codecs import Exact
-from dtcomm.extensions.extras.invariant_sum import InvariantRowParallelLinear, sum_of_terms
+from dtcomm.extensions.extras import fix_terms, sum_microbatches
+from dtcomm.extensions.extras.invariant_sum import sum_terms
 from dtcomm.launch.ranks import run_ranks
+from dtcomm.tp.layers import ReplicatedModule
 from tests.support.rank_tests import on_ranks
 
-IN, OUT, TERMS = 192, 80, 8
-TOKENS = (1, 3, 64, 1000)
+ROUNDED = "exact:rounded=true"
 RANKS = (1, 2, 4, 8)
+TERMS = 8
+SAMPLES, LENGTH, WIDTH, HEADS = 8, 8, 32, 8
+STEPS = 50
 
 
-def features(rank: int, ranks: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return this rank's features; magnitudes vary, so that the order of additions matters."""
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, IN, generator=generator) * torch.logspace(-3, 3, IN)
-    return x.to(dtype).chunk(ranks, 1)[rank].contiguous()
+class Block(nn.Module):
+    """Attention and a feed-forward block of layers whose heads and hidden features are cut over the ranks."""
+
+    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"group": mesh, "sequence_parallel": sequence_parallel}
+        self.qkv = tp.ColumnParallelLinear(WIDTH, 3 * WIDTH, packed=3, **options)
+        self.out = tp.RowParallelLinear(WIDTH, WIDTH, **options)
+        self.up = tp.ColumnParallelLinear(WIDTH, 2 * WIDTH, **options)
+        self.down = tp.RowParallelLinear(2 * WIDTH, WIDTH, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(F.rms_norm(x, (WIDTH,)))
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in qkv.chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.out(attended.transpose(1, 2).flatten(2), residual=x)
+        return self.down(torch.relu(self.up(F.rms_norm(x, (WIDTH,)))), residual=x)
 
 
-def outputs(rank: int, ranks: int, options: dict[str, Any], dtype: torch.dtype) -> list[torch.Tensor]:
+def block(mesh: DeviceMesh, sequence_parallel: bool = False) -> Block:
     torch.manual_seed(0)
-    kind = InvariantRowParallelLinear if "terms" in options else tp.RowParallelLinear
-    layer = kind(IN, OUT, dtype=dtype, **options)
-    with torch.no_grad():
-        return [layer(features(rank, ranks, tokens, dtype)) for tokens in TOKENS]
+    model = Block(mesh, sequence_parallel)
+    fix_terms(model, TERMS)
+    return model
 
 
-def on_every_number_of_ranks(options: dict[str, Any], dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """Return the outputs for each size on 1, 2, 4 and 8 ranks, whose ranks agree."""
-    results = []
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, samples: list[slice], part: slice = slice(None)) -> None:
+    """Train with a backward pass for each of these slices of the batch, on this part of the sequences."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = batch(step)
+        target = x.roll(1, 1)
+        for own in samples:
+            (model(x[own, part]) - target[own, part]).square().sum().backward()
+        optimizer.step()
+
+
+def data_parallel(rank: int, ranks: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the weights after a training with DDP and with FSDP2, where every sample is a microbatch."""
+    own = [slice(i, i + 1) for i in range(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)]
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(WIDTH, 48), nn.LayerNorm(48), nn.Tanh(), nn.Linear(48, WIDTH, bias=False)
+        )
+
+    results = {"start": model().state_dict()}
+    replica = DistributedDataParallel(model(), bucket_cap_mb=0.006)
+    sum_microbatches(replica, SAMPLES)
+    train(replica, own)
+    results["DDP"] = replica.module.state_dict()
+    sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (ranks,)))
+    sum_microbatches(sharded, SAMPLES)
+    train(sharded, own)
+    results["FSDP2"] = {name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()}
+    if ranks == SAMPLES:
+        replica = DistributedDataParallel(model())
+        dtcomm.ddp.compress(replica, f"* -> {ROUNDED}")
+        train(replica, own)
+        results["ddp.compress"] = replica.module.state_dict()
+        sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (ranks,)))
+        dtcomm.fsdp.compress(sharded, gradients=ROUNDED, parameters="none")
+        train(sharded, own)
+        results["fsdp.compress"] = {
+            name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()
+        }
+    if ranks == 1:
+        alone = model()
+        sum_microbatches(alone, SAMPLES)
+        train(alone, own)
+        results["a module"] = alone.state_dict()
+    return results
+
+
+def tensor_parallel(rank: int, ranks: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the weights after a training with tensor parallelism, with and without sequence parallelism."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    results = {"start": tp.full_state_dict(block(mesh))}
+    length = LENGTH // ranks
+    for layout, part in (
+        ("TP", slice(None)),
+        ("TP, sequence parallel", slice(rank * length, (rank + 1) * length)),
+    ):
+        model = block(mesh, layout != "TP")
+        train(model, [slice(None)], part)
+        results[layout] = tp.full_state_dict(model)
+    return results
+
+
+@pytest.mark.parametrize("layout", [data_parallel, tensor_parallel])
+def test_fifty_steps_give_the_same_weights_on_every_number_of_ranks(
+    layout: Callable[[int, int], dict[str, dict[str, torch.Tensor]]],
+) -> None:
+    expected = run_ranks(layout, 1)[0]
+    reference = expected["TP" if "TP" in expected else "DDP"]
     for ranks in RANKS:
-        by_rank = run_ranks(outputs, ranks, options, dtype)
-        assert all(torch.equal(a, b) for own in by_rank for a, b in zip(own, by_rank[0], strict=True))
-        results.append(by_rank[0])
-    return results
+        for rank, results in enumerate(run_ranks(layout, ranks)):
+            for name, start in results.pop("start").items():
+                assert not torch.equal(start, reference[name]), name
+                for kind, weights in results.items():
+                    assert torch.equal(weights[name], reference[name]), (kind, ranks, rank, name)
 
 
-@pytest.mark.parametrize(
-    ("codec", "dtype"),
-    [("exact", torch.float32), ("exact", torch.bfloat16), ("exact:bits=16", torch.float32)],
-)
-def test_the_bits_do_not_depend_on_the_number_of_ranks(codec: str, dtype: torch.dtype) -> None:
-    results = on_every_number_of_ranks({"codec": codec, "terms": TERMS}, dtype)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+TOKENS = (1, 3, 33, 100)
+
+
+def outputs(rank: int, ranks: int, dtype: torch.dtype, fixed: bool) -> list[torch.Tensor]:
+    """Return a column and a row layer's outputs, the gradients, and the outputs for fewer tokens."""
     torch.manual_seed(0)
-    dense = nn.Linear(IN, OUT, dtype=dtype).double()
-    for tokens, output in zip(TOKENS, results[0], strict=True):
-        with torch.no_grad():
-            expected = dense(features(0, 1, tokens, dtype).double())
-        error = torch.linalg.vector_norm(output.double() - expected) / torch.linalg.vector_norm(expected)
-        assert error < (1e-6 if codec == "exact" and dtype is torch.float32 else 1e-2)
+    column = tp.ColumnParallelLinear(48, 192, dtype=dtype, gather_output=True)
+    row = tp.RowParallelLinear(192, 80, dtype=dtype, input_is_parallel=False)
+    layers = nn.Sequential(column, row)
+    if fixed:
+        fix_terms(layers, TERMS)
+    x = features(dtype).requires_grad_()
+    y = layers(x)
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    gradients = [
+        gradient if dim is None else gathered(gradient, dim)
+        for gradient, dim in zip((p.grad for p in layers.parameters()), (0, 0, 1, None), strict=True)
+    ]
+    with torch.no_grad():
+        return [y.detach(), x.grad, *gradients, *(layers(x[:tokens]) for tokens in TOKENS)]
 
 
-def test_without_terms_they_do() -> None:
-    """The control: uncompressed sums, and exact ones of one term a rank, differ between numbers of ranks."""
-    for codec in ("none", "exact"):
-        results = on_every_number_of_ranks({"codec": codec}, torch.float32)
-        assert any(not torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True)), codec
+def gathered(part: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part)
+    return torch.cat(parts, dim)
 
 
-def exact_sums(rank: int, ranks: int) -> list[torch.Tensor]:
-    """Sum the same eight tensors, dealt out over the ranks, by every algorithm."""
+def features(dtype: torch.dtype) -> torch.Tensor:
+    """Return tokens whose features have very different magnitudes, so that the order of additions matters."""
+    x = torch.randn(max(TOKENS), 48, generator=torch.Generator().manual_seed(1))
+    return (x * torch.logspace(-3, 3, 48)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_do_not_depend_on_ranks_or_on_other_tokens(dtype: torch.dtype) -> None:
+    results = [run_ranks(outputs, ranks, dtype, True) for ranks in RANKS]
+    first = results[0][0]
+    for by_rank in results:
+        for own in by_rank:
+            assert all(torch.equal(a, b) for a, b in zip(own, first, strict=True))
+    for tokens, output in zip(TOKENS, first[-len(TOKENS) :], strict=True):
+        assert torch.equal(output, first[0][:tokens])
+
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(48, 192, dtype=dtype), nn.Linear(192, 80, dtype=dtype)).double()
+    x = features(dtype).double().requires_grad_()
+    y = dense(x)
+    y.square().sum().backward()
+    for actual, expected in zip(first, [y, x.grad, *(p.grad for p in dense.parameters())], strict=False):
+        error = torch.linalg.vector_norm(actual.double() - expected)
+        assert error < (1e-6 if dtype is torch.float32 else 2e-2) * torch.linalg.vector_norm(expected)
+
+
+def test_without_fixed_terms_they_do() -> None:
+    one, eight = (run_ranks(outputs, ranks, torch.float32, False)[0] for ranks in (1, 8))
+    assert not torch.equal(one[0], eight[0])
+
+
+def sums(rank: int, ranks: int, scatter: bool) -> list[torch.Tensor]:
     results = []
-    for numel in (1, 33, 1000, 70_000):
-        tensors = torch.randn(TERMS, numel, generator=torch.Generator().manual_seed(numel))
-        own = list(tensors.chunk(ranks)[rank])
-        results.append(sum_of_terms(own, TERMS, Exact()))
-        assert torch.equal(results[-1], sum_of_terms(own[::-1], TERMS, Exact()))
-        if ranks == TERMS:
-            for algorithm in ("one_shot", "two_shot", "ring", "tree"):
-                total = own[0].clone()
-                dtcomm.all_reduce(total, codec="exact", algorithm=algorithm)
-                assert torch.equal(total, results[-1]), algorithm
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for scale in (0, 1, 40):
+            own = list(terms(dtype, scale).chunk(ranks)[rank])
+            total = sum_terms(own, TERMS, divisor=3, scatter=scatter)
+            assert torch.equal(total, sum_terms(own[::-1], TERMS, divisor=3, scatter=scatter))
+            results.append(gathered(total) if scatter else total)
+    infinite = torch.tensor([[math.inf, 1, math.nan, 2.0**127], [-math.inf, -math.inf, 3, 2.0**127]] * 4)
+    own = [term.repeat(2) for term in infinite.chunk(ranks)[rank]]
+    total = sum_terms(own, TERMS, scatter=scatter)
+    results.append((gathered(total) if scatter else total).nan_to_num(0.5, 2.0, -2.0))
     return results
 
 
-def test_it_is_the_sum_of_all_reduce() -> None:
-    first = run_ranks(exact_sums, 1)[0]
-    for ranks in RANKS[1:]:
-        for results in run_ranks(exact_sums, ranks):
-            assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
+def terms(dtype: torch.dtype, scale: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(TERMS, 24, 11, generator=generator)
+    return (x * torch.exp2((torch.randn(x.shape, generator=generator) * scale).clamp(-14, 14))).to(dtype)
+
+
+def nearest(value: Fraction, dtype: torch.dtype) -> float:
+    """Return the number of ``dtype`` nearest to ``value``; ties to even."""
+    guess = torch.tensor(float(value), dtype=torch.float64).to(dtype)
+    around = [torch.nextafter(guess, torch.tensor(limit, dtype=dtype)) for limit in (-math.inf, math.inf)]
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    return min(
+        (guess, *around), key=lambda x: (abs(Fraction(float(x)) - value), int(x.view(kind)) & 1)
+    ).item()
+
+
+def test_sums_of_terms_are_exact_and_rounded_once() -> None:
+    expected = run_ranks(sums, 1, False)[0]
+    for ranks in RANKS:
+        for scatter in (False, True):
+            for results in run_ranks(sums, ranks, scatter):
+                assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    made = iter(expected)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for scale in (0, 1, 40):
+            columns = terms(dtype, scale).double().flatten(1).t().tolist()
+            exact = [nearest(sum(map(Fraction, column), Fraction(0)) / 3, dtype) for column in columns]
+            assert next(made).double().flatten().tolist() == exact
+    assert next(made).tolist() == [0.5, -2.0, 0.5, 2.0] * 2
 
 
 @on_ranks(2)
-def test_gradients_and_options(rank: int, ranks: int) -> None:
-    torch.manual_seed(0)
-    layer = InvariantRowParallelLinear(IN, OUT, terms=4)
-    dense = nn.Linear(IN, OUT)
-    dense.load_state_dict(layer.full_state_dict())
-    x = features(rank, ranks, 5, torch.float32).requires_grad_()
-    whole = features(0, 1, 5, torch.float32).requires_grad_()
-    residual = torch.ones(5, OUT)
-    layer(x, residual=residual).square().sum().backward()
-    (dense(whole) + residual).square().sum().backward()
-    for actual, expected in (
-        (x.grad, whole.grad.chunk(ranks, 1)[rank]),
-        (layer.weight.grad, dense.weight.grad.chunk(ranks, 1)[rank]),
-        (layer.bias.grad, dense.bias.grad),
-    ):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-    assert layer(x[:0]).shape == (0, OUT)
-    assert layer.comm.traffic.calls == 2
-    y, normed = layer.with_norm(x, residual, None)
-    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(y, (OUT,), None, 1e-6))
-    for options, argument in (
-        ({"codec": "int8", "terms": 4}, "codec: int8"),
-        ({"terms": 3}, "terms: 3"),
-        ({"terms": 10}, "terms: 10"),
-        ({"terms": 4, "sequence_parallel": True}, "sequence_parallel"),
-    ):
-        with pytest.raises(ValueError, match=argument):
-            InvariantRowParallelLinear(IN, OUT, **options)
+def test_arguments(rank: int, ranks: int) -> None:
+    layer = tp.RowParallelLinear(48, 80)
+    for count in (3, 10):
+        with pytest.raises(ValueError, match=f"terms: {count}"):
+            fix_terms(layer, count)
+    with pytest.raises(ValueError, match="terms: 64"):
+        fix_terms(tp.ColumnParallelLinear(48, 192, packed=(128, 32, 32)), 64)
+    with pytest.raises(ValueError, match="model: 0 is a ReplicatedModule"):
+        fix_terms(nn.Sequential(ReplicatedModule(nn.RMSNorm(4), layer.comm, "norm")))
+    with pytest.raises(ValueError, match="microbatches: 3"):
+        sum_microbatches(DistributedDataParallel(nn.Linear(2, 2)), 3)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+    with pytest.raises(ValueError, match="model: its FSDP2 modules have replicas"):
+        sum_microbatches(fully_shard(nn.Linear(2, 2), mesh=mesh))
+    with pytest.raises(ValueError, match="float64"):
+        sum_terms([torch.ones(2, dtype=torch.float64)], 2)
+    fix_terms(layer, 4)
+    assert layer(torch.ones(0, 24)).shape == (0, 80)
+    y, normed = layer.with_norm(torch.ones(3, 24), torch.ones(3, 80), None)
+    torch.testing.assert_close(normed, F.rms_norm(y, (80,), None, 1e-6))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(3, 24)).dtype == torch.bfloat16
+    assert layer.comm.traffic.calls == 3
