@@ -137,37 +137,15 @@ def task_measure_exponents(
     codec: bytes, local: int, dtype: int, residual: int, numel: int, exponents: int
 ) -> NativeTask: ...
 def task_measure_digits(
-    block: int, local: int, dtype: int, numel: int, finite_only: bool, tops: int, lows: int
+    local: int, dtype: int, numel: int, finite_only: bool, tops: int, lows: int
 ) -> NativeTask: ...
 def task_split_digits(
-    block: int,
-    ranks: int,
-    wide: int,
-    tops: int,
-    lows: int,
-    local: int,
-    dtype: int,
-    numel: int,
-    finite: bool,
-    first: int,
-    middle: int,
-    wide_digits: int,
+    ranks: int, tops: int, lows: int, local: int, dtype: int, numel: int, finite: bool, digits: int
 ) -> NativeTask: ...
 def task_round_digits(
-    block: int,
-    ranks: int,
-    wide: int,
-    tops: int,
-    lows: int,
-    first: int,
-    middle: int,
-    wide_digits: int,
-    numel: int,
-    divisor: int,
-    dtype: int,
-    out: int,
+    ranks: int, tops: int, lows: int, digits: int, numel: int, divisor: int, dtype: int, out: int
 ) -> NativeTask: ...
-def count_digits(ranks: int, tops: int, lows: int, blocks: int) -> tuple[int, int, int, bool]: ...
+def count_digits(ranks: int, tops: int, lows: int, blocks: int) -> tuple[int, bool]: ...
 def task_quantize_to_exponents(
     codec: bytes,
     ranks: int,

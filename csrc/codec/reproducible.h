@@ -57,18 +57,17 @@ DTCOMM_HD double to_integer(float x, double per_unit, double most) {
 constexpr std::size_t kAuditRun = 4096;  // elements that share a checksum
 DTCOMM_HD std::uint64_t audit_weight(std::uint32_t index) { return static_cast<std::uint64_t>(mix32(index)) << 1 | 1U; }
 
-// Correctly rounded sums (`exact:rounded=true`). The elements of a block, of all ranks, are integers of at most `span`
-// binary digits times 2^low, the position below which no bit is set in any of them. They are cut into digits of
-// `low_digits` bits, whose sums leave room for the carries: 32-bit integers, and above them one 16-bit integer where
-// that suffices (a block of class BlockClass::middle), or as many 32-bit integers as the tensor needs
-// (BlockClass::wide).
+// Correctly rounded sums (`exact:rounded=true`). The elements of a block of kRoundedBlock, of all ranks, are integers
+// of at most `span` binary digits times 2^low, the position below which no bit is set in any of them. They are cut into
+// digits whose sums leave room for the carries: 32-bit integers, and above them one 16-bit integer if that suffices. A
+// block takes `whole` rows of 32-bit integers, lowest first, and then half a row: its word i holds the 16-bit integers
+// of elements i and i + 16, as the integer low + high * 2^16, which adds up as both do.
+constexpr std::size_t kRoundedBlock = 32, kHalfBlock = kRoundedBlock / 2;
 constexpr int kLowestPosition = -149;  // of the last bit of the smallest fp32 number
-enum class BlockClass { narrow, middle, wide };
+constexpr int kMostSpan = 280;         // more than all finite numbers have
 
 struct SumDigits {
-  std::size_t block;
   std::size_t ranks;
-  std::size_t wide;          // 32-bit integers of an element of a block of class BlockClass::wide, above the first
   const std::uint8_t* tops;  // for each block its exponent_of, of finite elements
   const std::uint8_t* lows;  // for each block low_code of its lowest bit, 0 where all elements are zeros
 };
@@ -81,10 +80,9 @@ DTCOMM_HD std::uint8_t low_code(int position) {
 DTCOMM_HD int position_of(std::uint8_t low) { return low == 0 ? 0 : (255 - low) * 2 + kLowestPosition; }
 
 // The byte of a block from its largest and smallest magnitude but 0, and all of them or-ed.
-DTCOMM_HD std::uint8_t low_of(std::uint32_t top, std::uint32_t smallest, std::uint32_t any) {
+inline std::uint8_t low_of(std::uint32_t top, std::uint32_t smallest, std::uint32_t any) {
   if (top == 0) return 0;
-  int zeros = 0;
-  while (zeros < 23 && (any >> zeros & 1U) == 0) ++zeros;
+  const int zeros = __builtin_ctz(any | 0x800000);
   const std::uint32_t exponent = smallest >> 23;
   return low_code(kLowestPosition + static_cast<int>(exponent == 0 ? 0 : exponent - 1) + zeros);
 }
@@ -92,19 +90,19 @@ DTCOMM_HD std::uint8_t low_of(std::uint32_t top, std::uint32_t smallest, std::ui
 // The binary digits of a block's elements.
 DTCOMM_HD int span_of(std::uint8_t top, std::uint8_t low) { return low == 0 ? 0 : top - 126 - position_of(low); }
 
-DTCOMM_HD BlockClass class_of(int span, std::size_t ranks) {
-  const int first = digits_of(32, ranks), second = digits_of(16, ranks);
-  if (span <= first) return BlockClass::narrow;
-  return second > 0 && span <= first + second ? BlockClass::middle : BlockClass::wide;
-}
+// How the blocks of a sum are cut, by their span, in half rows: 2 * whole, and 1 for the 16-bit integers.
+struct DigitCuts {
+  int bits;  // of a 32-bit digit
+  std::uint8_t halves[kMostSpan];
 
-// The digits [at, at + count) of mantissa * 2^shift, whose bits below 2^0 are zeros.
-DTCOMM_HD std::uint32_t digits_at(std::uint32_t mantissa, int shift, int at, int count) {
-  const int down = at - shift;
-  if (down >= 24 || -down >= count) return 0;
-  const std::uint64_t bits = down >= 0 ? mantissa >> down : static_cast<std::uint64_t>(mantissa) << -down;
-  return static_cast<std::uint32_t>(bits & ((std::uint64_t{1} << count) - 1));
-}
+  explicit DigitCuts(std::size_t ranks) : bits(digits_of(32, ranks)) {
+    const int half = digits_of(16, ranks);
+    for (int span = 0, whole = 0, rest = 0; span < kMostSpan; ++span, ++rest) {
+      if (rest == bits) ++whole, rest = 0;
+      halves[span] = static_cast<std::uint8_t>(2 * whole + (rest == 0 ? 0 : rest <= half ? 1 : 2));
+    }
+  }
+};
 
 // The float nearest to `value`, whose last bit is set if that is not equal to it (round to odd): rounding it to fewer
 // bits gives what rounding `value` gives.

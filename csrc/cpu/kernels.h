@@ -97,16 +97,12 @@ struct LocalKernels {
   // One checksum per kAuditRun integers. The checksums of a sum are the sums of the checksums.
   void (*audit_checksums)(int bits, const void* codes, std::size_t numel, std::uint64_t* sums);
   // Correctly rounded sums: `tops` and `lows` have one byte per block.
-  void (*measure_digits)(const Contribution& from, std::size_t block, bool finite_only, std::uint8_t* tops,
-                         std::uint8_t* lows);
-  // The digits of each element, one behind the other in `first`, of a whole block for each that is of class
-  // BlockClass::middle in `middle`, and of sum.wide times a block for each of class BlockClass::wide in `wide`. Without
-  // `finite`, elements that are not finite are zeros.
-  void (*split_digits)(const SumDigits& sum, const Contribution& from, bool finite, std::int32_t* first,
-                       std::int16_t* middle, std::int32_t* wide);
+  void (*measure_digits)(const Contribution& from, bool finite_only, std::uint8_t* tops, std::uint8_t* lows);
+  // The digits of all blocks, one behind the other. Without `finite`, elements that are not finite are zeros.
+  void (*split_digits)(const SumDigits& sum, const Contribution& from, bool finite, std::int32_t* digits);
   // out = the sum that the digits are, divided, rounded once to `dtype`.
-  void (*round_digits)(const SumDigits& sum, const std::int32_t* first, const std::int16_t* middle,
-                       const std::int32_t* wide, std::size_t numel, std::size_t divisor, DType dtype, void* out);
+  void (*round_digits)(const SumDigits& sum, const std::int32_t* digits, std::size_t numel, std::size_t divisor,
+                       DType dtype, void* out);
   // values = the kept elements of the local tensor. With a residual, value_residual = the residual at their positions,
   // and the local tensor is added to the residual. In a granule that is not finite all values are NaN and the residual
   // stays.

@@ -101,77 +101,61 @@ void bind_reproducible_sum(py::module_& module) {
       py::arg("block"), py::arg("out"));
 }
 
-SumDigits digits_of_sum(std::size_t block, std::size_t ranks, std::size_t wide, std::uintptr_t tops,
-                        std::uintptr_t lows) {
-  return {block, ranks, wide, pointer<const std::uint8_t>(tops), pointer<const std::uint8_t>(lows)};
+SumDigits digits_of_sum(std::size_t ranks, std::uintptr_t tops, std::uintptr_t lows) {
+  return {ranks, pointer<const std::uint8_t>(tops), pointer<const std::uint8_t>(lows)};
 }
 
 void bind_rounded_sum(py::module_& module) {
   module.def(
       "task_measure_digits",
-      [](std::size_t block, std::uintptr_t local, int dtype, std::size_t numel, bool finite_only, std::uintptr_t tops,
+      [](std::uintptr_t local, int dtype, std::size_t numel, bool finite_only, std::uintptr_t tops,
          std::uintptr_t lows) {
         const Contribution from = contribution_of(local, dtype, 0, numel);
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.local.measure_digits(from, block, finite_only, pointer<std::uint8_t>(tops),
-                                       pointer<std::uint8_t>(lows));
+          kernels.local.measure_digits(from, finite_only, pointer<std::uint8_t>(tops), pointer<std::uint8_t>(lows));
         }};
       },
-      py::arg("block"), py::arg("local"), py::arg("dtype"), py::arg("numel"), py::arg("finite_only"), py::arg("tops"),
-      py::arg("lows"));
+      py::arg("local"), py::arg("dtype"), py::arg("numel"), py::arg("finite_only"), py::arg("tops"), py::arg("lows"));
   module.def(
       "task_split_digits",
-      [](std::size_t block, std::size_t ranks, std::size_t wide, std::uintptr_t tops, std::uintptr_t lows,
-         std::uintptr_t local, int dtype, std::size_t numel, bool finite, std::uintptr_t first, std::uintptr_t middle,
-         std::uintptr_t wide_digits) {
-        const SumDigits sum = digits_of_sum(block, ranks, wide, tops, lows);
+      [](std::size_t ranks, std::uintptr_t tops, std::uintptr_t lows, std::uintptr_t local, int dtype,
+         std::size_t numel, bool finite, std::uintptr_t digits) {
+        const SumDigits sum = digits_of_sum(ranks, tops, lows);
         const Contribution from = contribution_of(local, dtype, 0, numel);
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.local.split_digits(sum, from, finite, pointer<std::int32_t>(first), pointer<std::int16_t>(middle),
-                                     pointer<std::int32_t>(wide_digits));
+          kernels.local.split_digits(sum, from, finite, pointer<std::int32_t>(digits));
         }};
       },
-      py::arg("block"), py::arg("ranks"), py::arg("wide"), py::arg("tops"), py::arg("lows"), py::arg("local"),
-      py::arg("dtype"), py::arg("numel"), py::arg("finite"), py::arg("first"), py::arg("middle"),
-      py::arg("wide_digits"));
+      py::arg("ranks"), py::arg("tops"), py::arg("lows"), py::arg("local"), py::arg("dtype"), py::arg("numel"),
+      py::arg("finite"), py::arg("digits"));
   module.def(
       "task_round_digits",
-      [](std::size_t block, std::size_t ranks, std::size_t wide, std::uintptr_t tops, std::uintptr_t lows,
-         std::uintptr_t first, std::uintptr_t middle, std::uintptr_t wide_digits, std::size_t numel,
+      [](std::size_t ranks, std::uintptr_t tops, std::uintptr_t lows, std::uintptr_t digits, std::size_t numel,
          std::size_t divisor, int dtype, std::uintptr_t out) {
-        const SumDigits sum = digits_of_sum(block, ranks, wide, tops, lows);
+        const SumDigits sum = digits_of_sum(ranks, tops, lows);
         const DType type = dtype_of(dtype);
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.local.round_digits(sum, pointer<const std::int32_t>(first), pointer<const std::int16_t>(middle),
-                                     pointer<const std::int32_t>(wide_digits), numel, divisor, type,
+          kernels.local.round_digits(sum, pointer<const std::int32_t>(digits), numel, divisor, type,
                                      pointer<void>(out));
         }};
       },
-      py::arg("block"), py::arg("ranks"), py::arg("wide"), py::arg("tops"), py::arg("lows"), py::arg("first"),
-      py::arg("middle"), py::arg("wide_digits"), py::arg("numel"), py::arg("divisor"), py::arg("dtype"),
-      py::arg("out"));
+      py::arg("ranks"), py::arg("tops"), py::arg("lows"), py::arg("digits"), py::arg("numel"), py::arg("divisor"),
+      py::arg("dtype"), py::arg("out"));
   module.def(
       "count_digits",
       [](std::size_t ranks, std::uintptr_t tops, std::uintptr_t lows, std::size_t blocks) {
-        const auto* const top = pointer<const std::uint8_t>(tops);
-        const auto* const low = pointer<const std::uint8_t>(lows);
-        std::size_t middle = 0, wide = 0;
-        int span = 0;
-        bool finite = true;
+        const SumDigits sum = digits_of_sum(ranks, tops, lows);
+        const DigitCuts cuts(ranks);
+        std::size_t halves = 0;
+        std::uint8_t top = 0;
         for (std::size_t b = 0; b < blocks; ++b) {
-          const int bits = span_of(top[b], low[b]);
-          const BlockClass kind = class_of(bits, ranks);
-          middle += kind == BlockClass::middle;
-          wide += kind == BlockClass::wide;
-          span = std::max(span, bits);
-          finite &= top[b] != kNaNBlock;
+          halves += cuts.halves[span_of(sum.tops[b], sum.lows[b])];
+          top = std::max(top, sum.tops[b]);
         }
-        return py::make_tuple(middle, wide, span, finite);
+        return py::make_tuple(halves * kHalfBlock, top != kNaNBlock);
       },
       py::arg("ranks"), py::arg("tops"), py::arg("lows"), py::arg("blocks"),
-      "Returns how many blocks are of class BlockClass::middle and BlockClass::wide, the most binary digits of a "
-      "block, and whether all "
-      "elements are finite.");
+      "Returns how many integers the digits of the blocks are, and whether all elements are finite.");
 }
 
 void bind_shared_randk_sum(py::module_& module) {

@@ -247,7 +247,7 @@ class RoundedExact(Uncompressed):
 
     codec_name: ClassVar[str] = "exact"
     reproducible: ClassVar[bool] = True
-    block: int = 32
+    block: ClassVar[int] = 32
 
     def native(self) -> bytes:
         return Uncompressed().native()

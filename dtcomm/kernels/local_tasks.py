@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -255,116 +256,69 @@ def audit_verdict(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumRange:
-    """The range of bits of each block of a correctly rounded sum, on which the ranks agreed.
+class SumRange(NamedTuple):
+    """The range of bits of each block of a correctly rounded sum, on which the ranks agreed (uint8, one per block)."""
 
-    ``tops`` and ``lows`` (uint8) have one element per block; ``wide`` is how many digits follow the first in blocks
-    of the widest class.
-    """
-
-    codec: RoundedExact
     ranks: int
-    wide: int
     tops: torch.Tensor
     lows: torch.Tensor
 
-    def native(self) -> tuple[int, int, int, int, int]:
-        return self.codec.block, self.ranks, self.wide, self.tops.data_ptr(), self.lows.data_ptr()
+    def native(self) -> tuple[int, int, int]:
+        return self.ranks, self.tops.data_ptr(), self.lows.data_ptr()
 
-    def reference(self) -> tuple[int, int, int, Bytes, Bytes]:
-        return self.codec.block, self.ranks, self.wide, self.tops.numpy(), self.lows.numpy()
+    def reference(self) -> tuple[int, Bytes, Bytes]:
+        return self.ranks, self.tops.numpy(), self.lows.numpy()
+
+    def count_digits(self) -> tuple[int, bool]:
+        """How many integers the digits of the blocks are, and whether all elements are finite."""
+        return _C.count_digits(*self.native(), self.tops.numel())
 
 
-def measure_digits(
-    codec: RoundedExact, x: torch.Tensor, tops: torch.Tensor, lows: torch.Tensor, finite_only: bool
-) -> LocalTask:
-    """``tops``, ``lows`` (uint8, one per block) <- the range of bits of the blocks of x.
+def measure_digits(x: torch.Tensor, to: SumRange, finite_only: bool) -> LocalTask:
+    """The range of bits of each block of ``to`` <- that of x.
 
     Elements that are not finite are left out with ``finite_only``; else they make the block's top NAN_BLOCK.
     """
 
     def reference() -> None:
-        measured = rounded_sum.measure(codec.block, get(x), finite_only)
-        for tensor, values in zip((tops, lows), measured, strict=True):
+        for tensor, values in zip(to[1:], rounded_sum.measure(get(x), finite_only), strict=True):
             _store(tensor, values)
 
     return _cpu_task(
-        codec,
-        (x, tops, lows),
+        (x, to.tops, to.lows),
         native=lambda: _C.task_measure_digits(
-            codec.block,
-            x.data_ptr(),
-            ELEMENT_TYPES[x.dtype],
-            x.numel(),
-            finite_only,
-            tops.data_ptr(),
-            lows.data_ptr(),
+            x.data_ptr(), ELEMENT_TYPES[x.dtype], x.numel(), finite_only, *to.native()[1:]
         ),
         reference=reference,
     )
 
 
-def count_digits(ranks: int, tops: torch.Tensor, lows: torch.Tensor) -> tuple[int, int, int, bool]:
-    """The blocks of middle and of wide class, the most binary digits of a block, and whether all are finite."""
-    return _C.count_digits(ranks, tops.data_ptr(), lows.data_ptr(), tops.numel())
-
-
-def split_digits(
-    agreed: SumRange,
-    x: torch.Tensor,
-    finite: bool,
-    first: torch.Tensor,
-    middle: torch.Tensor,
-    wide: torch.Tensor,
-) -> LocalTask:
-    """``first`` (int32), ``middle`` (int16), ``wide`` (int32) <- the digits of x. ``finite``: all elements are."""
-
-    def reference() -> None:
-        digits = rounded_sum.split(*agreed.reference(), get(x))
-        for tensor, values in zip((first, middle, wide), digits, strict=True):
-            _store(tensor[: len(values)], values)
-
+def split_digits(agreed: SumRange, x: torch.Tensor, finite: bool, digits: torch.Tensor) -> LocalTask:
+    """``digits`` (int32) <- the digits of x. ``finite``: all elements are."""
     return _cpu_task(
-        agreed.codec,
-        (x, agreed.tops, agreed.lows, first, middle, wide),
+        (x, agreed.tops, agreed.lows, digits),
         native=lambda: _C.task_split_digits(
-            *agreed.native(),
-            x.data_ptr(),
-            ELEMENT_TYPES[x.dtype],
-            x.numel(),
-            finite,
-            first.data_ptr(),
-            middle.data_ptr(),
-            wide.data_ptr(),
+            *agreed.native(), x.data_ptr(), ELEMENT_TYPES[x.dtype], x.numel(), finite, digits.data_ptr()
         ),
-        reference=reference,
+        reference=lambda: _store(digits, rounded_sum.split(*agreed.reference(), get(x))),
     )
 
 
-def round_digits(
-    agreed: SumRange,
-    first: torch.Tensor,
-    middle: torch.Tensor,
-    wide: torch.Tensor,
-    divisor: int,
-    out: torch.Tensor,
-) -> LocalTask:
+def round_digits(agreed: SumRange, digits: torch.Tensor, divisor: int, out: torch.Tensor) -> LocalTask:
     """``out`` <- the value of the digits' sums, divided, rounded once to the type of ``out``."""
 
     def reference() -> None:
-        digits = rounded_sum.Digits(first.numpy(), middle.numpy(), wide.numpy())
         narrower = out.dtype != torch.float32
-        put(out, rounded_sum.rounded(*agreed.reference(), digits, divisor, narrower))
+        put(
+            out,
+            rounded_sum.rounded(*agreed.reference(), digits.numpy(), out.numel(), divisor, narrower),
+        )
 
     return _cpu_task(
-        agreed.codec,
-        (out, agreed.tops, agreed.lows, first, middle, wide),
+        (out, agreed.tops, agreed.lows, digits),
         native=lambda: _C.task_round_digits(
             *agreed.native(),
-            first.data_ptr(),
-            middle.data_ptr(),
-            wide.data_ptr(),
+            digits.data_ptr(),
             out.numel(),
             divisor,
             ELEMENT_TYPES[out.dtype],
@@ -375,18 +329,16 @@ def round_digits(
 
 
 def _cpu_task(
-    codec: Codec,
-    tensors: tuple[torch.Tensor | None, ...],
+    tensors: tuple[torch.Tensor, ...],
     *,
     native: Callable[[], _C.NativeTask],
     reference: Callable[[], None],
 ) -> LocalTask:
-    """A task that there is no form of for CUDA tensors."""
-    first = tensors[0]
-    assert first is not None
-    if not first.is_cpu:
+    """A task of a correctly rounded sum. There is no form of it for CUDA tensors."""
+    codec = RoundedExact()
+    if not tensors[0].is_cpu:
         raise ValueError(
-            f"codec: {codec} sums CPU tensors, and the tensor is on {first.device}; valid: exact"
+            f"codec: {codec} sums CPU tensors, and the tensor is on {tensors[0].device}; valid: exact"
         )
     return _task(codec, tensors, native=native, reference=reference, device=reference)
 

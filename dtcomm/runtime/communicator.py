@@ -28,6 +28,7 @@ from dtcomm import _C, env, torch_compat
 from dtcomm.errors import CommunicatorClosed, DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.native import close_all
+from dtcomm.runtime.native.copy_policy import empty_shared
 from dtcomm.runtime.plans import PlanCache, forget_repeated
 from dtcomm.runtime.process_groups import inherited, position, require_group
 from dtcomm.runtime.types import Runtime, SingleRankRuntime
@@ -171,7 +172,16 @@ class Communicator:
         return number if seed is None else seed & (2**64 - 1)
 
     def scratch(self, size: int) -> torch.Tensor:
-        """At least `size` bytes that a call may use from its first operation to its last: calls run in issue order."""
+        """At least `size` bytes that a call may use from its first operation to its last: calls run in issue order.
+
+        The native engine's are shared, so that peers read them without a staging copy.
+        """
+        if self._scratch.numel() < size:
+            try:
+                shares = self.runtime.name == "native"
+                self._scratch = empty_shared(torch.Size([size]), torch.uint8) if shares else self._scratch
+            except (OSError, RuntimeError):  # no descriptor is left: the engine makes the copies
+                pass
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._scratch

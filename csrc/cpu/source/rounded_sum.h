@@ -20,170 +20,203 @@ inline __attribute__((always_inline)) Integers integers_toward_zero(Floats t) {
 inline __attribute__((always_inline)) Integers integers_toward_zero(Floats t) { return vcvtq_s32_f32(t); }
 #endif
 
+// Calls use(x, elements, index) for the blocks of a contribution; x has kRoundedBlock elements, zeros behind the last.
+// Elements that are not finite become zeros unless `finite`.
+template <class Use>
+inline void each_rounded_block(const Contribution& from, bool finite, const Use& use) {
+  alignas(kLine) float scratch[kSpan], last[kRoundedBlock];
+  each_span(from, [&](const float* x, std::size_t at, std::size_t n) {
+    if (!finite) {
+      const auto* in = unaligned<float>(x);
+      for (std::size_t i = 0; i < n; ++i) scratch[i] = magnitude(in[i].value) < kInfinity32 ? in[i].value : 0.0F;
+      x = scratch;
+    }
+    std::size_t i = 0;
+    for (; i + kRoundedBlock <= n; i += kRoundedBlock) use(x + i, (at + i) / kRoundedBlock);
+    if (i == n) return;
+    __builtin_memset(last, 0, sizeof last);
+    __builtin_memcpy(last, unaligned<float>(x) + i, (n - i) * sizeof(float));
+    use(static_cast<const float*>(last), (at + i) / kRoundedBlock);
+  });
+}
+
 // The largest magnitude of a block, and a bound of the position of its lowest bit: that of the smallest magnitude's
 // last bit, above which there are as many zeros as all elements have at their end. Elements that are not finite count
 // as zeros with `finite_only`; else they make the block one of kNaNBlock.
-inline void measure_digits(const Contribution& from, std::size_t block, bool finite_only, std::uint8_t* tops,
-                           std::uint8_t* lows) {
+inline void measure_digits(const Contribution& from, bool finite_only, std::uint8_t* tops, std::uint8_t* lows) {
   const ScopedFpEnv environment;
-  const std::uint32_t limit = finite_only ? kInfinity32 : 0xffffffff;
-  each_span(from, [&](const float* x, std::size_t at, std::size_t n) {
-    for (std::size_t i = 0; i < n; i += block) {
-      const std::size_t count = smaller(block, n - i);
-      const auto* in = unaligned<std::uint32_t>(x + i);
-      std::uint32_t top = 0, smallest = 0xffffffff, fractions = 0;
-      DTCOMM_INDEPENDENT
-      for (std::size_t j = 0; j < count; ++j) {
-        const std::uint32_t bits = in[j].value & 0x7fffffff;
-        const std::uint32_t size = bits < limit ? bits : 0;
-        const std::uint32_t before = size - 1;  // zeros are the largest
-        top = size > top ? size : top;
-        smallest = before < smallest ? before : smallest;
-        fractions |= size;
-      }
-      tops[(at + i) / block] = exponent_of(top);
-      lows[(at + i) / block] = low_of(top, smallest + 1, fractions);
+  each_rounded_block(from, !finite_only, [&](const float* x, std::size_t b) {
+    const auto* in = unaligned<std::uint32_t>(x);
+    std::uint32_t top = 0, smallest = 0xffffffff, fractions = 0;
+    DTCOMM_INDEPENDENT
+    for (std::size_t j = 0; j < kRoundedBlock; ++j) {
+      const std::uint32_t size = in[j].value & 0x7fffffff, before = size - 1;  // of zeros it is the largest
+      top = size > top ? size : top;
+      smallest = before < smallest ? before : smallest;
+      fractions |= size;
     }
+    tops[b] = exponent_of(top);
+    lows[b] = low_of(top, smallest + 1, fractions);
   });
 }
 
-// x of a block of class BlockClass::narrow or BlockClass::middle: digits of `bits` bits, and what is above them, if
-// there is room for it.
-inline void put_two_digits(const float* x, std::size_t n, int position, int bits, std::int32_t* first,
-                           std::int16_t* second) {
-  const auto* in = unaligned<float>(x);
-  std::size_t i = 0;
+// The digits of a block; returns what is behind them. In fp32 and in fp64 all steps are exact: a product with a power
+// of two, the part of a float before the point, and what is behind it.
+inline std::int32_t* put_digits(const float* x, int halves, int position, int bits, std::int32_t* to) {
+  const int whole = halves / 2, above = halves % 2 ? whole * bits : (whole - 1) * bits;
+  std::int32_t* const half = to + whole * kRoundedBlock;
+  if (halves == 0) return to;
 #if defined(DTCOMM_VECTORS)
-  // Exact in fp32: a product with a power of two, the part of a float before the point, and what is behind it.
-  if (fits_fp32(position) && fits_fp32(position + bits)) {
-    const auto per_second = static_cast<float>(power_of_two(-position - bits));
-    const auto base = static_cast<float>(power_of_two(bits)), per_first = static_cast<float>(power_of_two(-position));
-    for (; i + kLanes <= n; i += kLanes) {
-      if (second == nullptr) {
-        store_integers(integers_toward_zero(load(x + i) * per_first), first + i);
-        continue;
+  if (fits_fp32(position) && fits_fp32(position + above) && fits_fp32(above)) {
+    typedef std::int32_t Lanes __attribute__((vector_size(sizeof(Floats))));
+    constexpr std::size_t count = kRoundedBlock / kLanes;
+    const auto by = static_cast<float>(power_of_two(-position - above)), base = static_cast<float>(power_of_two(bits));
+    Floats rest[count];
+    Integers digits[count];
+    for (std::size_t i = 0; i < count; ++i) rest[i] = load(x + i * kLanes) * by;
+    const auto take = [&] {
+      for (std::size_t i = 0; i < count; ++i) {
+        digits[i] = integers_toward_zero(rest[i]);
+        rest[i] = (rest[i] - floats_of_integers(digits[i])) * base;
       }
-      const Floats scaled = load(x + i) * per_second;
-      const Integers above = integers_toward_zero(scaled);
-      store_integers(above, second + i);
-      store_integers(integers_toward_zero((scaled - floats_of_integers(above)) * base), first + i);
+    };
+    if (halves % 2) {
+      take();
+      for (std::size_t i = 0; i < count / 2; ++i) {
+        const Lanes high = reinterpret_cast<Lanes>(digits[i + count / 2]) << 16;
+        store_integers(reinterpret_cast<Integers>(reinterpret_cast<Lanes>(digits[i]) + high), half + i * kLanes);
+      }
     }
+    for (int k = whole; k-- > 0;) {
+      take();
+      for (std::size_t i = 0; i < count; ++i) store_integers(digits[i], to + k * kRoundedBlock + i * kLanes);
+    }
+    return to + halves * kHalfBlock;
   }
 #endif
-  const double per_unit = power_of_two(-position);
-  for (; i < n; ++i) {
-    const auto value = static_cast<std::int64_t>(static_cast<double>(in[i].value) * per_unit);
-    const std::int64_t above = value / (std::int64_t{1} << bits);  // toward zero; 0 if there is no second digit
-    first[i] = static_cast<std::int32_t>(value - above * (std::int64_t{1} << bits));
-    if (second) second[i] = static_cast<std::int16_t>(above);
-  }
-}
-
-// `planes` integers of each element, plane after plane; the first of them in `first`, the others in `wide`.
-inline void put_digits(const float* x, std::size_t n, int position, int bits, std::size_t planes, std::size_t block,
-                       std::int32_t* first, std::int32_t* wide) {
   const auto* in = unaligned<float>(x);
-  for (std::size_t i = 0; i < n; ++i) {
-    const std::uint32_t size = magnitude(in[i].value), exponent = size >> 23;
-    const std::uint32_t mantissa = (size & 0x7fffff) | (exponent ? 0x800000 : 0);
-    const int shift = static_cast<int>(exponent ? exponent : 1) - 150 - position;
-    const bool negative = bits_of(in[i].value) >> 31;
-    for (std::size_t k = 0; k < planes; ++k) {
-      const auto digit = static_cast<std::int32_t>(
-          size < kInfinity32 ? digits_at(mantissa, shift, static_cast<int>(k) * bits, bits) : 0);
-      (k == 0 ? first[i] : wide[(k - 1) * block + i]) = negative ? -digit : digit;
+  const double by = power_of_two(-position - above), base = power_of_two(bits);
+  double rest[kRoundedBlock];
+  for (std::size_t j = 0; j < kRoundedBlock; ++j) rest[j] = static_cast<double>(in[j].value) * by;
+  const auto take = [&](std::int32_t* row) {
+    for (std::size_t j = 0; j < kRoundedBlock; ++j) {
+      row[j] = static_cast<std::int32_t>(rest[j]);
+      rest[j] = (rest[j] - row[j]) * base;
     }
+  };
+  if (halves % 2) {
+    std::int32_t row[kRoundedBlock];
+    take(row);
+    for (std::size_t j = 0; j < kHalfBlock; ++j) half[j] = row[j] + row[j + kHalfBlock] * 0x10000;
   }
+  for (int k = whole; k-- > 0;) take(to + k * kRoundedBlock);
+  return to + halves * kHalfBlock;
 }
 
-// Elements that are not finite become zeros.
-inline const float* finite_only(const float* x, std::size_t n, float* scratch) {
-  const auto* in = unaligned<float>(x);
-  for (std::size_t i = 0; i < n; ++i) scratch[i] = magnitude(in[i].value) < kInfinity32 ? in[i].value : 0.0F;
-  return scratch;
-}
-
-inline void split_digits(const SumDigits& sum, const Contribution& from, bool finite, std::int32_t* first,
-                         std::int16_t* middle, std::int32_t* wide) {
+inline void split_digits(const SumDigits& sum, const Contribution& from, bool finite, std::int32_t* digits) {
   const ScopedFpEnv environment;
-  const int bits = digits_of(32, sum.ranks);
-  alignas(kLine) float scratch[kSpan];
-  each_span(from, [&](const float* x, std::size_t at, std::size_t n) {
-    if (!finite) x = finite_only(x, n, scratch);
-    for (std::size_t i = 0; i < n; i += sum.block) {
-      const std::size_t count = smaller(sum.block, n - i), b = (at + i) / sum.block;
-      const int position = position_of(sum.lows[b]);
-      switch (class_of(span_of(sum.tops[b], sum.lows[b]), sum.ranks)) {
-        case BlockClass::narrow:
-          put_two_digits(x + i, count, position, bits, first + at + i, nullptr);
-          break;
-        case BlockClass::middle:
-          put_two_digits(x + i, count, position, bits, first + at + i, middle);
-          __builtin_memset(middle + count, 0, (sum.block - count) * sizeof *middle);
-          middle += sum.block;
-          break;
-        case BlockClass::wide:
-          if (count < sum.block) __builtin_memset(wide, 0, sum.wide * sum.block * sizeof *wide);
-          put_digits(x + i, count, position, bits, 1 + sum.wide, sum.block, first + at + i, wide);
-          wide += sum.wide * sum.block;
-      }
-    }
+  const DigitCuts cuts(sum.ranks);
+  each_rounded_block(from, finite, [&](const float* x, std::size_t b) {
+    const int halves = cuts.halves[span_of(sum.tops[b], sum.lows[b])];
+    digits = put_digits(x, halves, position_of(sum.lows[b]), cuts.bits, digits);
   });
 }
 
-// Rounds the exact value of a sum of up to 53 binary digits, divided, to fp32; to odd where `narrower` types follow.
-inline void round_two_digits(const std::int32_t* first, const std::int16_t* second, std::size_t n, int position,
-                             int bits, double divisor, bool narrower, float* to) {
-  const double unit = power_of_two(position), base = power_of_two(bits);
-  const auto round_all = [&](const auto& value_of) {
-    if (narrower) {
-      for (std::size_t i = 0; i < n; ++i) to[i] = round_to_odd(value_of(i));
-      return;
-    }
-    DTCOMM_INDEPENDENT
-    for (std::size_t i = 0; i < n; ++i) to[i] = static_cast<float>(value_of(i));
-  };
-  const auto narrow_sum = [=](std::size_t i) { return static_cast<double>(first[i]) * unit; };
-  const auto sum = [=](std::size_t i) {
-    return (static_cast<double>(first[i]) + static_cast<double>(second[i]) * base) * unit;
-  };
-  if (divisor != 1.0) {
-    if (second) return round_all([=](std::size_t i) { return sum(i) / divisor; });
-    return round_all([=](std::size_t i) { return narrow_sum(i) / divisor; });
+// The 16-bit digits of half a row.
+inline void unpack_half(const std::int32_t* half, std::int32_t* to) {
+  for (std::size_t j = 0; j < kHalfBlock; ++j) {
+    const std::int32_t low = static_cast<std::int16_t>(half[j]);
+    to[j] = low;
+    to[j + kHalfBlock] = (half[j] - low) >> 16;
   }
-  second ? round_all(sum) : round_all(narrow_sum);
 }
 
-inline void round_digits(const SumDigits& sum, const std::int32_t* first, const std::int16_t* middle,
-                         const std::int32_t* wide, std::size_t numel, std::size_t divisor, DType dtype, void* out) {
+// A sum of `top` and `Lower` rows below it, of at most 53 binary digits, which fp64 holds: divided and rounded to fp32.
+// For `Narrower` types its last bit is set if one behind it is (round to odd); the results are normal numbers.
+template <int Lower, bool Divide, bool Narrower>
+inline void round_rows(const std::int32_t* top, const std::int32_t* from, double base, double unit, double divisor,
+                       float* to) {
+  DTCOMM_INDEPENDENT
+  for (std::size_t j = 0; j < kRoundedBlock; ++j) {
+    double sum = top[j];
+    if (Lower > 1) sum = sum * base + from[kRoundedBlock + j];
+    if (Lower > 0) sum = sum * base + from[j];
+    sum *= unit;
+    if (Divide) sum /= divisor;
+    if (Narrower) {
+      const auto value = __builtin_bit_cast(std::uint64_t, sum), rest = value & 0x1fffffff;
+      sum = __builtin_bit_cast(double, (value - rest) | (rest ? 0x20000000U : 0U));
+    }
+    to[j] = static_cast<float>(sum);
+  }
+}
+
+// The elements of a block, divided and rounded to fp32; to odd where `narrower` types follow.
+struct BlockRounding {
+  int bits, room;  // of a digit; for the sum
+  std::size_t divisor;
+  bool narrower;
+
+  void operator()(const std::int32_t* from, int span, int halves, int position, float* to) const {
+    const int lower = (halves - 1) / 2;
+    const bool normal = !narrower || fits_fp32(position - headroom(divisor));
+    if (span + room > 53 || lower > 2 || !normal) return round_any(from, halves, position, to);
+    std::int32_t high[kRoundedBlock];
+    const std::int32_t* top = from + lower * kRoundedBlock;
+    if (halves % 2) {
+      unpack_half(top, high);
+      top = high;
+    }
+    with_rows(lower, [&](auto rows) {
+      const auto round = divisor != 1 ? narrower ? round_rows<rows(), true, true> : round_rows<rows(), true, false>
+                         : narrower   ? round_rows<rows(), false, true>
+                                      : round_rows<rows(), false, false>;
+      round(top, from, power_of_two(bits), power_of_two(position), static_cast<double>(divisor), to);
+    });
+  }
+
+ private:
+  template <int N>
+  struct Rows {
+    constexpr int operator()() const { return N; }
+  };
+
+  template <class Use>
+  static void with_rows(int rows, const Use& use) {
+    rows == 0 ? use(Rows<0>()) : rows == 1 ? use(Rows<1>()) : use(Rows<2>());
+  }
+
+  void round_any(const std::int32_t* from, int halves, int position, float* to) const {
+    const auto whole = static_cast<std::size_t>(halves / 2);
+    std::int64_t digits[kMostDigits];
+    std::int32_t high[kRoundedBlock];
+    if (halves % 2) unpack_half(from + whole * kRoundedBlock, high);
+    for (std::size_t j = 0; j < kRoundedBlock; ++j) {
+      for (std::size_t k = 0; k < whole; ++k) digits[k] = from[k * kRoundedBlock + j];
+      if (halves % 2) digits[whole] = high[j];
+      const double value = value_of_digits(digits, whole + halves % 2, bits, position, divisor);
+      to[j] = narrower ? round_to_odd(value) : static_cast<float>(value);
+    }
+  }
+};
+
+inline void round_digits(const SumDigits& sum, const std::int32_t* digits, std::size_t numel, std::size_t divisor,
+                         DType dtype, void* out) {
   const ScopedFpEnv environment;
-  const int bits = digits_of(32, sum.ranks);
-  const bool narrower = dtype != DType::f32;
+  const DigitCuts cuts(sum.ranks);
+  const BlockRounding round_block{cuts.bits, headroom(sum.ranks), divisor, dtype != DType::f32};
   alignas(kLine) float scratch[kSpan];
-  std::int64_t digits[kMostDigits];
   for (std::size_t at = 0; at < numel; at += kSpan) {
     const std::size_t n = smaller(kSpan, numel - at);
-    for (std::size_t i = 0; i < n; i += sum.block) {
-      const std::size_t count = smaller(sum.block, n - i), b = (at + i) / sum.block;
-      const int position = position_of(sum.lows[b]);
-      const std::int32_t* const low = first + at + i;
-      switch (class_of(span_of(sum.tops[b], sum.lows[b]), sum.ranks)) {
-        case BlockClass::narrow:
-          round_two_digits(low, nullptr, count, position, bits, static_cast<double>(divisor), narrower, scratch + i);
-          break;
-        case BlockClass::middle:
-          round_two_digits(low, middle, count, position, bits, static_cast<double>(divisor), narrower, scratch + i);
-          middle += sum.block;
-          break;
-        case BlockClass::wide:
-          for (std::size_t j = 0; j < count; ++j) {
-            digits[0] = low[j];
-            for (std::size_t k = 0; k < sum.wide; ++k) digits[k + 1] = wide[k * sum.block + j];
-            const double value = value_of_digits(digits, 1 + sum.wide, bits, position, divisor);
-            scratch[i + j] = narrower ? round_to_odd(value) : static_cast<float>(value);
-          }
-          wide += sum.wide * sum.block;
+    for (std::size_t i = 0; i < n; i += kRoundedBlock) {  // kSpan has room for a whole last block
+      const std::size_t b = (at + i) / kRoundedBlock;
+      const int span = span_of(sum.tops[b], sum.lows[b]), halves = cuts.halves[span];
+      if (halves == 0) {
+        __builtin_memset(scratch + i, 0, kRoundedBlock * sizeof(float));
+      } else {
+        round_block(digits, span, halves, position_of(sum.lows[b]), scratch + i);
       }
+      digits += halves * kHalfBlock;
     }
     narrow(dtype, scratch, n, static_cast<std::uint8_t*>(out) + at * size_of(dtype));
   }

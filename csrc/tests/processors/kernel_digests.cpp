@@ -236,34 +236,25 @@ void rounded_sum_case(const Kernels& kernels, std::uint64_t seed) {
   Case at;
   at.codec = random_codec(random, Family::exact);
   at.numel = random_numel(random, at.codec);
-  const std::size_t block = at.codec.block, ranks = 2 + random.below(63), blocks = (at.numel + block - 1) / block;
+  const std::size_t ranks = 2 + random.below(63), blocks = (at.numel + kRoundedBlock - 1) / kRoundedBlock;
   const Bytes local = floats_of(random, at, DType::f32);
   const Contribution from{local.data(), DType::f32, nullptr, at.numel};
   Bytes tops(blocks), lows(blocks);
-  std::printf("rounded block %zu numel %zu ranks %zu:", block, at.numel, ranks);
+  std::printf("rounded numel %zu ranks %zu:", at.numel, ranks);
   const ScopedCallersEnv env(seed % 2 == 1);
-  kernels.local.measure_digits(from, block, true, tops.data(), lows.data());
+  kernels.local.measure_digits(from, true, tops.data(), lows.data());
   print("tops", tops);
   print("lows", lows);
-  std::size_t middle_blocks = 0, wide_blocks = 0;
-  int span = 0;
-  for (std::size_t b = 0; b < blocks; ++b) {
-    span = std::max(span, span_of(tops[b], lows[b]));
-    middle_blocks += class_of(span_of(tops[b], lows[b]), ranks) == BlockClass::middle;
-    wide_blocks += class_of(span_of(tops[b], lows[b]), ranks) == BlockClass::wide;
-  }
-  const auto bits = static_cast<std::size_t>(digits_of(32, ranks));
-  const std::size_t wide = wide_blocks ? (static_cast<std::size_t>(span) - 1) / bits : 0;
-  const SumDigits sum{block, ranks, wide, tops.data(), lows.data()};
-  std::vector<std::int32_t> first(at.numel), above(wide_blocks * block * wide);
-  std::vector<std::int16_t> middle(middle_blocks * block);
-  kernels.local.split_digits(sum, from, false, first.data(), middle.data(), above.data());
-  print("first", first);
-  print("middle", middle);
-  print("wide", above);
+  const DigitCuts cuts(ranks);
+  std::size_t halves = 0;
+  for (std::size_t b = 0; b < blocks; ++b) halves += cuts.halves[span_of(tops[b], lows[b])];
+  const SumDigits sum{ranks, tops.data(), lows.data()};
+  std::vector<std::int32_t> digits(halves * kHalfBlock);
+  kernels.local.split_digits(sum, from, false, digits.data());
+  print("digits", digits);
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     Bytes out(at.numel * size_of(dtype));
-    kernels.local.round_digits(sum, first.data(), middle.data(), above.data(), at.numel, ranks, dtype, out.data());
+    kernels.local.round_digits(sum, digits.data(), at.numel, ranks, dtype, out.data());
     print("out", out);
   }
   std::printf("\n");

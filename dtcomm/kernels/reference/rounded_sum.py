@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,25 +11,15 @@ from dtcomm.kernels.reference.floats import INFINITY, Bytes, Floats, magnitude
 from dtcomm.kernels.reference.reproducible import NAN_BLOCK, Codes
 
 LOWEST = -149  # the position of the last bit of the smallest fp32 number
-NARROW, MIDDLE, WIDE = range(3)
+BLOCK, HALF = 32, 16  # elements that share a range of bits
 
 
-class Digits(NamedTuple):
-    """The digits of a tensor's elements: ``first`` of all, ``middle`` and ``wide`` of the blocks that need them."""
-
-    first: Codes  # int32
-    middle: Codes  # int16, for each block of class MIDDLE its elements
-    wide: (
-        Codes  # int32, for each block of class WIDE its elements' second digits, then their third digits, ...
-    )
-
-
-def measure(block: int, x: Floats, finite_only: bool) -> tuple[Bytes, Bytes]:
+def measure(x: Floats, finite_only: bool) -> tuple[Bytes, Bytes]:
     """For each block its exponent, and a byte for a bound of the position of its lowest bit, larger for lower bits.
 
     No element has a bit below the last one of the smallest, nor in the zeros at the end of all of them.
     """
-    bits = magnitude(np.pad(x, (0, -len(x) % block)).reshape(-1, block))
+    bits = magnitude(np.pad(x, (0, -len(x) % BLOCK)).reshape(-1, BLOCK))
     bits = np.where(bits < INFINITY, bits, 0) if finite_only else bits
     top = bits.max(axis=1)
     tops = np.where(top >= INFINITY, NAN_BLOCK, np.where((top > 0) & (top >> 23 == 0), 1, top >> 23))
@@ -46,59 +35,51 @@ def position_of(low: int) -> int:
     return (255 - low) * 2 + LOWEST if low else 0
 
 
-def class_of(ranks: int, top: int, low: int) -> int:
-    """How many digits the elements of a block have."""
-    span = top - 126 - position_of(low) if low else 0
-    first, second = digit_bits(ranks)
-    if span <= first:
-        return NARROW
-    return MIDDLE if second > 0 and span <= first + second else WIDE
-
-
 def digit_bits(ranks: int) -> tuple[int, int]:
     """The bits of a digit of 32 and of 16 bits, without those that are left free for the sum."""
     room = (ranks - 1).bit_length()
     return 31 - room, 15 - room
 
 
-def split(block: int, ranks: int, wide: int, tops: Bytes, lows: Bytes, x: Floats) -> Digits:
-    """The digits of the finite elements of ``x``; elements that are not finite are zeros."""
+def split(ranks: int, tops: Bytes, lows: Bytes, x: Floats) -> Codes:
+    """The digits of the finite elements of ``x``, block by block; elements that are not finite are zeros.
+
+    A block has a row of 32-bit digits after the other, lowest first. If a 16-bit digit suffices above them, half a row
+    follows: element i in the low half of its word i, element i + 16 in the high half, as low + high * 2^16.
+    """
     bits, _ = digit_bits(ranks)
-    first = np.zeros(len(x), np.int32)
-    middle: list[int] = []
-    above: list[int] = []
-    for at, count, kind, position in _blocks(block, ranks, len(x), tops, lows):
-        rows = np.zeros((1 + wide if kind == WIDE else 2, block), np.int64)
+    digits: list[int] = []
+    for at, count, whole, half, position in _blocks(ranks, len(x), tops, lows):
+        rows = np.zeros((whole + half, BLOCK), np.int64)
         for i in range(count):
             value = float(x[at + i])
             if np.isfinite(value):
                 units = int(Fraction(value) / Fraction(2) ** position)
                 for k in range(len(rows)):
                     rows[k, i] = (-1 if units < 0 else 1) * (abs(units) >> k * bits & (1 << bits) - 1)
-        first[at : at + count] = rows[0, :count]
-        if kind == MIDDLE:
-            middle += rows[1].tolist()
-        elif kind == WIDE:
-            above += rows[1:].flatten().tolist()
-    return Digits(first, np.array(middle, np.int16), np.array(above, np.int32))
+        digits += rows[:whole].flatten().tolist()
+        if half:
+            digits += (rows[whole, :HALF] + (rows[whole, HALF:] << 16)).tolist()
+    return np.array(digits, np.int32)
 
 
 def rounded(
-    block: int, ranks: int, wide: int, tops: Bytes, lows: Bytes, digits: Digits, divisor: int, narrower: bool
+    ranks: int, tops: Bytes, lows: Bytes, digits: Codes, numel: int, divisor: int, narrower: bool
 ) -> Floats:
     """The value of the digits' sums, divided, rounded once to fp32.
 
     With ``narrower``, for types with fewer bits, it is rounded to odd: rounding that again is rounding once.
     """
     bits, _ = digit_bits(ranks)
-    out = np.zeros(len(digits.first), np.float32)
-    middle, above = iter(digits.middle.tolist()), iter(digits.wide.tolist())
-    for at, count, kind, position in _blocks(block, ranks, len(out), tops, lows):
-        rows = [digits.first[at : at + count].tolist() + [0] * (block - count)]
-        rows += [[next(middle) for _ in range(block)]] if kind == MIDDLE else []
-        rows += [[next(above) for _ in range(block)] for _ in range(wide)] if kind == WIDE else []
+    out = np.zeros(numel, np.float32)
+    for at, count, whole, half, position in _blocks(ranks, numel, tops, lows):
+        rows = digits[: whole * BLOCK].astype(np.int64).reshape(whole, BLOCK)
+        words, digits = digits[whole * BLOCK :][: half * HALF], digits[whole * BLOCK + half * HALF :]
+        if half:
+            low = words.astype(np.int16).astype(np.int64)
+            rows = np.vstack([rows, np.concatenate([low, words - low >> 16])])
         for i in range(count):
-            units = sum(row[i] << k * bits for k, row in enumerate(rows))
+            units = sum(int(row[i]) << k * bits for k, row in enumerate(rows))
             value = Fraction(units) * Fraction(2) ** position / divisor
             out[at + i] = _to_odd(value) if narrower else _to_nearest(value)
     return out
@@ -134,10 +115,11 @@ def _exponent(size: Fraction) -> int:
     return guess if Fraction(2) ** guess <= size else guess - 1
 
 
-def _blocks(
-    block: int, ranks: int, numel: int, tops: Bytes, lows: Bytes
-) -> Iterator[tuple[int, int, int, int]]:
-    """For each block where it starts, its elements, its class and the position of its lowest bit."""
+def _blocks(ranks: int, numel: int, tops: Bytes, lows: Bytes) -> Iterator[tuple[int, int, int, int, int]]:
+    """For each block where it starts, its elements, its rows of 32-bit digits and of 16-bit ones, and its position."""
+    first, second = digit_bits(ranks)
     for b, (top, low) in enumerate(zip(tops.tolist(), lows.tolist(), strict=True)):
-        at = b * block
-        yield at, min(block, numel - at), class_of(ranks, top, low), position_of(low)
+        at, position = b * BLOCK, position_of(low)
+        whole, rest = divmod(top - 126 - position if low else 0, first)
+        half = 0 < rest <= second
+        yield at, min(BLOCK, numel - at), whole + (rest > 0 and not half), int(half), position
