@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.launch.ranks import run_elastic, run_ranks
+from dtcomm.launch.ranks import run_ranks
+from tests.support.elastic_ranks import run_elastic
 from tests.unit.ddp.restarting_script import main, train
 
 

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtcomm import fsdp
 from dtcomm.errors import PeerLost
 from dtcomm.fsdp.collectives import CompressedAllGather, CompressedReduceScatter
-from dtcomm.launch.ranks import WORKERS_OWN_STORE, run_elastic, spawn_ranks
+from dtcomm.launch.ranks import spawn_ranks
 from tests.ranks.fsdp.models import WIDTH, sharded
 from tests.ranks.fsdp.restarted import main
+from tests.support.elastic_ranks import WORKERS_OWN_STORE, run_elastic
 from tests.support.stopwatch import Elapsed, Stopwatch
 
 VICTIM = 1

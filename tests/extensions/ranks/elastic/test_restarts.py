@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dtcomm.launch.ranks import run_elastic
 from tests.extensions.ranks.elastic.restarting_script import STEPS, main
+from tests.support.elastic_ranks import run_elastic
 
 
 @pytest.mark.slow
