@@ -6,22 +6,17 @@ consist of whole units, so that no layer is ever part global and part local. `Lo
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from dtcomm.arguments import require_int, suggest
+from dtcomm.arguments import require_int
 from dtcomm.collectives import Work
 from dtcomm.compress.bucket import BucketLayout
 from dtcomm.compress.error_state import PendingGradient
 from dtcomm.compress.measurements import GradientMeasurement
 from dtcomm.compress.stage_scheduler import Stages
-
-PATTERNS = ("strided", "sequential")
-#: A number of fragments, or the shell patterns of the parameters of each of them.
-Fragments = int | Sequence[str | Sequence[str]]
 
 
 @dataclass
@@ -94,40 +89,36 @@ class PendingAverage:
 
 
 def make_fragments(
-    model: torch.nn.Module,
-    sizes: Mapping[str, int],
-    buffers: Sequence[str],
-    fragments: Fragments,
-    pattern: str,
-    every: int,
+    model: torch.nn.Module, names: Sequence[str], buffers: Sequence[str], fragments: int, every: int
 ) -> list[Fragment]:
     """Return the fragments of a model; the arguments are options of `LocalSGD`. ValueError if it cannot be divided so.
 
-    ``sizes`` has the elements of each parameter that is averaged, in order. Buffers belong to the fragment of their
-    layer or module, else to the last one. The fragments' offsets are spread evenly over ``every`` steps.
+    ``names`` are the parameters that are averaged, in order. Every ``fragments``-th layer or other module belongs to
+    the same fragment, and so do its buffers; those of others belong to the last one. The fragments' offsets are spread
+    evenly over ``every`` steps.
     """
-    if pattern not in PATTERNS:
-        raise ValueError(f"pattern: {pattern!r}; valid: {', '.join(PATTERNS)}{suggest(pattern, PATTERNS)}")
-    unit_of = _unit_names(model, [*sizes, *buffers])
-    if isinstance(fragments, int):
-        require_int("fragments", fragments, 1)
-        parts = _divide(sizes, unit_of, fragments, pattern)
-    elif isinstance(fragments, Sequence) and not isinstance(fragments, str) and fragments:
-        parts = _match(sizes, fragments)
-    else:
-        raise TypeError(
-            f"fragments: expected a number or a list with the patterns of each fragment, got {fragments!r}"
-        )
-    if len(parts) > every:
+    require_int("fragments", fragments, 1)
+    unit_of = _unit_names(model, [*names, *buffers])
+    units: dict[str, list[str]] = {}
+    for name in names:
+        units.setdefault(unit_of[name], []).append(name)
+    if fragments > len(units):
         raise ValueError(
-            f"fragments: {len(parts)} fragments cannot start in {every} different steps; valid: at most every={every}"
+            f"fragments={fragments}: the model has {len(units)} layers and other modules with parameters; "
+            f"valid: 1 to {len(units)}"
         )
-    fragment_of_unit = {unit_of[name]: index for index, names in enumerate(parts) for name in names}
-    buffers_of: list[list[str]] = [[] for _ in parts]
+    members = list(units.values())
+    parts = [[name for unit in members[index::fragments] for name in unit] for index in range(fragments)]
+    if fragments > every:
+        raise ValueError(
+            f"fragments: {fragments} fragments cannot start in {every} different steps; valid: at most every={every}"
+        )
+    fragment_of_unit = {unit_of[name]: index for index, part in enumerate(parts) for name in part}
+    buffers_of: list[list[str]] = [[] for _ in range(fragments)]
     for name in buffers:
-        buffers_of[fragment_of_unit.get(unit_of[name], len(parts) - 1)].append(name)
+        buffers_of[fragment_of_unit.get(unit_of[name], fragments - 1)].append(name)
     return [
-        Fragment(weights, buffers_of[index], offset=(index + 1) * every // len(parts))
+        Fragment(weights, buffers_of[index], offset=(index + 1) * every // fragments)
         for index, weights in enumerate(parts)
     ]
 
@@ -148,58 +139,6 @@ def _unit_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
         else:
             units[name] = name.rpartition(".")[0]
     return units
-
-
-def _divide(
-    sizes: Mapping[str, int], unit_of: Mapping[str, str], count: int, pattern: str
-) -> list[list[str]]:
-    """Return the names of ``count`` fragments."""
-    units: dict[str, list[str]] = {}
-    for name in sizes:
-        units.setdefault(unit_of[name], []).append(name)
-    if count > len(units):
-        raise ValueError(
-            f"fragments={count}: the model has {len(units)} layers and other modules with parameters; "
-            f"valid: 1 to {len(units)}"
-        )
-    members = list(units.values())
-    if pattern == "strided":
-        grouped = [members[index::count] for index in range(count)]
-    else:
-        grouped = _cut([sum(sizes[name] for name in names) for names in members], members, count)
-    return [[name for names in group for name in names] for group in grouped]
-
-
-def _cut(sizes: Sequence[int], units: Sequence[list[str]], count: int) -> list[list[list[str]]]:
-    """Cut the units into ``count`` runs of about equal size, none of them empty."""
-    runs: list[list[list[str]]] = [[]]
-    left, filled = sum(sizes), 0
-    for index, (size, unit) in enumerate(zip(sizes, units, strict=True)):
-        runs_after = count - len(runs)
-        is_full = filled + size / 2 > left / (runs_after + 1)
-        if runs[-1] and runs_after and (is_full or len(units) - index == runs_after):
-            left, filled = left - filled, 0
-            runs.append([])
-        runs[-1].append(unit)
-        filled += size
-    return runs
-
-
-def _match(sizes: Mapping[str, int], fragments: Sequence[str | Sequence[str]]) -> list[list[str]]:
-    """Return the names that each fragment's patterns match; the first fragment that matches a name gets it."""
-    patterns = [[entry] if isinstance(entry, str) else list(entry) for entry in fragments]
-    parts: list[list[str]] = [[] for _ in patterns]
-    for name in sizes:
-        for part, wanted in zip(parts, patterns, strict=True):
-            if any(fnmatch.fnmatchcase(name, form) for one in wanted for form in (one, f"{one}.*")):
-                part.append(name)
-                break
-        else:
-            raise ValueError(f"fragments: no pattern matches the parameter {name!r}")
-    for part, wanted in zip(parts, patterns, strict=True):
-        if not part:
-            raise ValueError(f"fragments: {wanted} matches no parameter that an earlier fragment has not")
-    return parts
 
 
 def group_by_size(

@@ -129,9 +129,8 @@ class LocalSGD(Reporting):
         if not self._weights:
             raise ValueError("model: has no parameters that require gradients")
         self._float_buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
-        sizes = {name: weight.numel() for name, weight in self._weights.items()}
         self._fragments = make_fragments(
-            model, sizes, list(self._float_buffers), options["fragments"], options["pattern"], every
+            model, list(self._weights), list(self._float_buffers), options["fragments"], every
         )
         if dist.get_world_size(group) > 1:
             Announcement(group, "dtcomm.local_sgd.LocalSGD", self.arguments).require_all(CONSTRUCTOR_LIMIT_S)

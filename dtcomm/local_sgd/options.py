@@ -10,7 +10,6 @@ import torch
 from dtcomm.arguments import complete_options, require_bool, require_int
 from dtcomm.collectives import Algorithm
 from dtcomm.compress.guard import Guard, as_guard
-from dtcomm.local_sgd.fragments import Fragments
 
 COMPARE = "compare report().seconds of some averages with those of codec='none'"
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -35,10 +34,7 @@ class Options(TypedDict, total=False):
         guard: Limits beyond which compression counts as harmful; its steps are averages. None: no guard. Default
             ``Guard()``.
         sample_every: Measure errors in every average of a fragment that this divides; 0: never. Default 10.
-        fragments: The number of fragments, which consist of whole layers, or a list with the shell patterns of the
-            parameters or modules of each fragment. Default 1.
-        pattern: Which layers a fragment has: "strided": every ``fragments``-th one; "sequential": neighbours. Default
-            "strided".
+        fragments: The number of fragments, of which each has every ``fragments``-th layer. Default 1.
         delay: The number of steps from the start of an average until it is applied, below ``every``; the paper's τ.
             Default 0: `step` waits for it.
         mixing: The weight of the common weights when an average is applied, above 0 and at most 1. It is 1 - α with
@@ -55,8 +51,7 @@ class Options(TypedDict, total=False):
     bucket_bytes: int
     guard: Guard | None
     sample_every: int
-    fragments: Fragments
-    pattern: str
+    fragments: int
     delay: int
     mixing: float
 
@@ -73,7 +68,6 @@ DEFAULTS: Options = {
     "guard": Guard(),
     "sample_every": 10,
     "fragments": 1,
-    "pattern": "strided",
     "delay": 0,
     "mixing": 1.0,
 }

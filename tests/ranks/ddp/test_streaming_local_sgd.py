@@ -75,54 +75,44 @@ def is_equal_on_all_ranks(own: torch.Tensor, group: dist.ProcessGroup | None = N
     return all(torch.equal(own, other) for other in all_ranks)
 
 
-def parts(model: nn.Module, fragments: Any, pattern: str = "strided", every: int = 30) -> list[set[str]]:
+def parts(model: nn.Module, fragments: Any, every: int = 30) -> list[set[str]]:
     """Return the modules of each fragment."""
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    divided = make_fragments(model, sizes, [], fragments, pattern, every)
-    assert sorted(name for part in divided for name in part.weights) == sorted(sizes)
+    names = [name for name, _ in model.named_parameters()]
+    divided = make_fragments(model, names, [], fragments, every)
+    assert sorted(name for part in divided for name in part.weights) == sorted(names)
     return [{name.rpartition(".")[0] for name in part.weights} for part in divided]
 
 
-def test_fragments_are_whole_layers_strided_or_in_a_row() -> None:
+def test_fragments_are_whole_layers() -> None:
     assert parts(Stack(), 2) == [{"embed", "layers.1", "head"}, {"layers.0", "layers.2"}]
-    assert parts(Stack(), 2, "sequential") == [{"embed", "layers.0"}, {"layers.1", "layers.2", "head"}]
-    assert parts(Stack(), 5, "sequential") == [{"embed"}, {"layers.0"}, {"layers.1"}, {"layers.2"}, {"head"}]
-    assert parts(Stack(), ["layers.0", ["layers*"], ["*"]]) == [
-        {"layers.0"},
-        {"layers.1", "layers.2"},
-        {"embed", "head"},
-    ]
     assert parts(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 2) == [{"0"}, {"2"}]
 
 
 def test_buffers_belong_to_the_fragment_of_their_layer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    first, second = make_fragments(model, sizes, ["1.1.running_mean"], 2, "strided", 4)
+    names = [name for name, _ in model.named_parameters()]
+    first, second = make_fragments(model, names, ["1.1.running_mean"], 2, 4)
     assert first.buffers == [] and second.buffers == ["1.1.running_mean"]
     assert [first.is_due(step, 4) for step in range(1, 9)] == [False, True, False, False] * 2
     assert [second.is_due(step, 4) for step in range(1, 9)] == [False, False, False, True] * 2
 
 
 @pytest.mark.parametrize(
-    ("fragments", "pattern", "every", "message"),
+    ("fragments", "every", "message"),
     [
-        (0, "strided", 30, "fragments=0: expected 1 or more"),
-        (6, "strided", 30, "fragments=6: the model has 5 layers .* valid: 1 to 5"),
-        (4, "strided", 3, "4 fragments cannot start in 3 different steps"),
-        (2, "stridden", 30, r"pattern: 'stridden'; valid: strided, sequential \(did you mean 'strided'"),
-        (["layers"], "strided", 30, "no pattern matches the parameter 'embed.weight'"),
-        (["*", "head"], "strided", 30, r"\['head'\] matches no parameter"),
+        (0, 30, "fragments=0: expected 1 or more"),
+        (6, 30, "fragments=6: the model has 5 layers .* valid: 1 to 5"),
+        (4, 3, "4 fragments cannot start in 3 different steps"),
     ],
 )
-def test_impossible_fragments_are_refused(fragments: Any, pattern: str, every: int, message: str) -> None:
+def test_impossible_fragments_are_refused(fragments: Any, every: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parts(Stack(), fragments, pattern, every)
+        parts(Stack(), fragments, every)
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4, late and mixed": ("int4", {"fragments": 3, "delay": 2, "mixing": 0.5, "feedback": True}),
-    "mxfp4": ("mxfp4", {"fragments": 2, "delay": 4, "pattern": "sequential"}),
+    "mxfp4": ("mxfp4", {"fragments": 2, "delay": 4}),
     "int2, several in flight": ("int2", {"fragments": 5, "delay": 5, "mixing": 0.75}),
     "PowerSGD": ("powersgd:rank=2,alternate=true", {"fragments": 2, "delay": 1}),
     "EF21": ("int2", {"fragments": 2, "delay": 2, "feedback": "ef21"}),
@@ -336,8 +326,8 @@ def check_refusals(rank: int, world_size: int) -> None:
         LocalSGD(Stack(), outer=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"verify: LocalSGD has none: .*; compare report"):
         LocalSGD(Stack(), verify=5)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="fragments: expected a number or a list"):
-        LocalSGD(Stack(), fragments="layers*")
+    with pytest.raises(TypeError, match="fragments: expected an integer, got 'layers"):
+        LocalSGD(Stack(), fragments="layers*")  # type: ignore[arg-type]
 
 
 def test_invalid_arguments_are_named() -> None:
