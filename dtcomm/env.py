@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 2**31 - 1
-TUNE_VERSION = 1  # of the tables that `dtcomm tune` writes
+TUNE_VERSION = 2  # of the tables that `dtcomm tune` writes
 
 _log = logging.getLogger("dtcomm")
 

@@ -312,7 +312,9 @@ def _add(a: torch.Tensor, b: torch.Tensor, order: float) -> torch.Tensor:
     return torch.maximum(a, b) if order == math.inf else a + b
 
 
-def _reduce(parts: dict[Any, torch.Tensor], keys: Sequence[Any], group: dist.ProcessGroup | None, order: float) -> None:
+def _reduce(
+    parts: dict[Any, torch.Tensor], keys: Sequence[Any], group: dist.ProcessGroup | None, order: float
+) -> None:
     """Add up (or take the largest of) some entries over the ranks of a group."""
     if not keys or dist.get_world_size(group) == 1:
         return

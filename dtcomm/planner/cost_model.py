@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +19,6 @@ from dtcomm.codecs.base import Codec
 from dtcomm.env import TUNE_VERSION
 from dtcomm.schedule.ir import Schedule, Transfer
 from dtcomm.schedule.simulate import ComputeCost, LinkCost, simulate
-
-NEAR, FAR = "near", "far"
-PLACEMENTS = ("", NEAR, FAR)
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,6 @@ class Measured:
 
     Args:
         points: (uncompressed bytes, seconds), sizes ascending.
-        placement: ``near`` if the CPUs of a host's ranks shared a cache, ``far`` if not, empty if that is unknown.
     """
 
     collective: str
@@ -90,13 +85,8 @@ class Measured:
     ranks: int
     hosts: int
     points: tuple[tuple[int, float], ...]
-    placement: str = ""
 
     def __post_init__(self) -> None:
-        if self.placement not in PLACEMENTS:
-            raise ValueError(
-                f"placement: {self.placement!r} is not one of {', '.join(map(repr, PLACEMENTS))}"
-            )
         sizes = [size for size, _ in self.points]
         if not sizes or sizes != sorted(set(sizes)) or any(seconds <= 0 for _, seconds in self.points):
             raise ValueError(f"points: expected ascending sizes and times over 0, got {self.points}")
@@ -156,34 +146,18 @@ class Table:
         """Return the seconds per element of a codec."""
         return next((cost for spec, cost in self.rates if spec == str(codec)), self.compute)
 
-    def measurements(
-        self, collective: str, codec: Codec, ranks: int, hosts: int, placement: str = ""
-    ) -> dict[str, Measured]:
-        """Return the measurements of groups of that many ranks and hosts, by algorithm.
-
-        They are those of the given CPU placement. If there are none, or ``placement`` is empty, they are the means over
-        all placements that were measured.
-        """
+    def measurements(self, collective: str, codec: Codec, ranks: int, hosts: int) -> dict[str, Measured]:
+        """Return the measurements of groups of that many ranks and hosts, by algorithm."""
         wanted = (collective, str(codec), ranks, hosts)
-        by_algorithm: dict[str, list[Measured]] = {}
-        for row in self.measured:
-            if (row.collective, row.codec, row.ranks, row.hosts) == wanted:
-                by_algorithm.setdefault(row.algorithm, []).append(row)
         return {
-            name: next((row for row in rows if placement and row.placement == placement), None) or _mean(rows)
-            for name, rows in by_algorithm.items()
+            row.algorithm: row
+            for row in self.measured
+            if (row.collective, row.codec, row.ranks, row.hosts) == wanted
         }
-
-    def placements(self, collective: str, codec: Codec, ranks: int, hosts: int) -> tuple[str, ...]:
-        """Return the CPU placements in which such a group was measured."""
-        wanted = (collective, str(codec), ranks, hosts)
-        rows = ((row.placement, (row.collective, row.codec, row.ranks, row.hosts)) for row in self.measured)
-        seen = {placement for placement, kind in rows if kind == wanted}
-        return tuple(placement for placement in PLACEMENTS if placement in seen)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON, times in microseconds and bandwidths in GB/s; `parse` reads it back."""
-        names = ("collective", "algorithm", "codec", "ranks", "hosts", "placement")
+        names = ("collective", "algorithm", "codec", "ranks", "hosts")
         return {
             "version": TUNE_VERSION,
             "source": self.source,
@@ -272,26 +246,12 @@ def _to_measured(row: Mapping[str, Any]) -> Measured:
         ranks=int(row["ranks"]),
         hosts=int(row["hosts"]),
         points=tuple((int(size), us * 1e-6) for size, us in row["points_us"]),
-        placement=str(row.get("placement", "")),
     )
 
 
 def _to_threshold(row: Mapping[str, Any]) -> tuple[str, int, int, float]:
     size = math.inf if row["bytes"] is None else int(row["bytes"])
     return str(row["codec"]), int(row["ranks"]), int(row["hosts"]), size
-
-
-def _mean(rows: Sequence[Measured]) -> Measured:
-    """Return the geometric mean of rows at the sizes that all of them have."""
-    if len(rows) == 1:
-        return rows[0]
-    times = [dict(row.points) for row in rows]
-    shared = [size for size in times[0] if all(size in others for others in times)] or list(times[0])
-    points = tuple(
-        (size, math.exp(statistics.fmean(math.log(seconds[size]) for seconds in times if size in seconds)))
-        for size in shared
-    )
-    return replace(rows[0], points=points, placement="")
 
 
 def measured_bytes(numel: int, dtype: torch.dtype, codec: Codec) -> int:

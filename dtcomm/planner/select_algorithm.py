@@ -109,21 +109,15 @@ def explain(
     default = _direct(collective, numel, dtype, codec, ranks, table, lossless)
     if algorithm == "direct" or ranks == 1:
         return default
-    placements = table.placements(collective, codec, ranks, hosts)
-    if placements:
+    if measured := table.measurements(collective, codec, ranks, hosts):
         nbytes = measured_bytes(numel, dtype, codec)
-        measured = [
-            table.measurements(collective, codec, ranks, hosts, placement) for placement in placements
-        ]
-        times = [{name: row.seconds(nbytes) for name, row in rows.items()} for rows in measured]
-        names = [
-            name
-            for name in times[0]
-            if all(name in seconds for seconds in times)
-            and _may_be_chosen(name, collective, ranks)
+        times = {
+            name: row.seconds(nbytes)
+            for name, row in measured.items()
+            if _may_be_chosen(name, collective, ranks)
             and (any_order or _encodings(name, collective, ranks, hosts) <= MAX_ENCODINGS * hosts)
-        ]
-        return _fastest(default, [{name: seconds[name] for name in names} for seconds in times], table)
+        }
+        return _fastest(default, times, table)
     if hosts == 1:
         return default
     shard = 1 << max(-(-numel // ranks) - 1, 0).bit_length()
@@ -153,24 +147,15 @@ def _direct(
     return Decision(algorithm="two_shot", reason=f"one shot would send {sent} bytes a rank, over {limit}")
 
 
-def _fastest(default: Decision, times: list[dict[str, float]], table: Table) -> Decision:
-    """Choose by measured times, in seconds by algorithm for each CPU placement that was measured.
-
-    Ranks move between CPUs, and all must decide alike. So the algorithm is chosen whose time is closest to the fastest
-    in the placement that suits it least.
-    """
-    if not times[0]:
+def _fastest(default: Decision, times: dict[str, float], table: Table) -> Decision:
+    """Choose by measured times, in seconds by algorithm."""
+    if not times:
         return default
-    slowdown = {name: max(seconds[name] / min(seconds.values()) for seconds in times) for name in times[0]}
-    best = min(slowdown, key=lambda candidate: slowdown[candidate])
-    stays = slowdown.get(default.algorithm, math.inf) <= NEAR_FASTEST * slowdown[best]
+    best = min(times, key=lambda candidate: times[candidate])
+    stays = times.get(default.algorithm, math.inf) <= NEAR_FASTEST * times[best]
     name = default.algorithm if stays else best
     near = "" if name == best else f", within {NEAR_FASTEST - 1:.0%} of {best}"
-    costs = {
-        candidate: math.prod(seconds[candidate] for seconds in times) ** (1 / len(times))
-        for candidate in times[0]
-    }
-    return _decision(name, f"measured {costs[name] * 1e6:.3g} us{near} ({table.source})", costs)
+    return _decision(name, f"measured {times[name] * 1e6:.3g} us{near} ({table.source})", times)
 
 
 def _decision(name: str, reason: str, costs: dict[str, float]) -> Decision:

@@ -14,14 +14,16 @@ import platform
 import re
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dtcomm.cli.tune.measure import first_two_cpus, round_trip_ns
+from dtcomm import _C
 from dtcomm.measure import processor
 from dtcomm.runtime.cuda_peer.launch import RAN_BETWEEN_GPUS
+from dtcomm.system import allowed_cores
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 UNUSED_FUSED_KERNELS = "fused kernels have not run between GPUs yet: only DTCOMM_RUNTIME=peer uses them"
@@ -68,8 +70,6 @@ def versions() -> Check:
 
 def build() -> Check:
     """Report how the native module was compiled and where it was loaded from."""
-    from dtcomm import _C
-
     info: dict[str, str] = _C.build_info()
     details = {**info, "file": str(_C.__file__)}
     note = f"; sanitizers: {info['sanitize']}" if info["sanitize"] else ""
@@ -222,7 +222,7 @@ def engine(ranks: int) -> Check:
         f"1 MiB all_reduce: {times}, {describe_choices(first['choices'])}; "
         f"messages of 1 MiB {describe_messages(first['messages'])}; "
         f"{describe_threads(first['threads'])}; "
-        f"{describe_placement(round_trip_ns(first_two_cpus()))}; {describe_single_copy(first['single_copy'])}"
+        f"{describe_placement(round_trip_ns(allowed_cores()[:2]))}; {describe_single_copy(first['single_copy'])}"
     )
     return Check(name="engine", status=OK if native else NOTE, summary=summary, details=details)
 
@@ -260,6 +260,14 @@ def _variant(choice: dict[str, Any]) -> str:
 def describe_threads(threads: int) -> str:
     """Describe how many threads a rank uses."""
     return "one thread a rank" if threads == 1 else f"up to {threads} threads a rank"
+
+
+def round_trip_ns(cpus: Sequence[int]) -> float | None:
+    """Return the nanoseconds of a cache line's round trip, or None without two usable CPUs. Takes 1 to 3 ms."""
+    if len(cpus) < 2:
+        return None
+    nanoseconds = _C.round_trip_ns(cpus[0], cpus[1], 20, 100)
+    return nanoseconds if nanoseconds >= 0 else None
 
 
 def describe_placement(nanoseconds: float | None) -> str:

@@ -143,16 +143,11 @@ def _read_rows(path: Path) -> dict[str, list[dict[str, Any]]]:
 def _merged(
     earlier: dict[str, list[dict[str, Any]]], results: list[GroupResult], seconds: float
 ) -> dict[str, Any]:
-    """Return the table: the results, and earlier rows of other groups and of placements that were not seen now."""
+    """Return the table: the results, and earlier rows of other groups."""
     table = Table().as_dict()
     measured = {(result["ranks"], result["hosts"]) for result in results}
     rows = [row for result in results for row in result["measured"]]
-    seen = {_key(row) for row in rows}
-    kept = [
-        row
-        for row in earlier.get("measured", [])
-        if (row["ranks"], row["hosts"]) not in measured or (row["placement"] and _key(row) not in seen)
-    ]
+    kept = [row for row in earlier.get("measured", []) if (row["ranks"], row["hosts"]) not in measured]
     last = results[-1]
     thresholds = {
         (row["codec"], row["ranks"], row["hosts"]): row
@@ -172,10 +167,6 @@ def _merged(
     return table
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("collective", "algorithm", "codec", "ranks", "hosts", "placement"))
-
-
 def _show(results: list[GroupResult], last_line: str) -> None:
     from rich.console import Console
 
@@ -186,10 +177,10 @@ def _show(results: list[GroupResult], last_line: str) -> None:
         step = -(-len(sizes) // COLUMNS)
         sizes = sorted({*sizes[::-step]})
         title = f"{result['ranks']} ranks on {result['hosts']} host(s): the fastest algorithm, in us"
-        shown = new_table(["collective", "codec", "cores", *(f">~{_size(size)}" for size in sizes)], title)
-        kinds: dict[tuple[str, str, str], dict[int, dict[str, float]]] = {}
+        shown = new_table(["collective", "codec", *(f">~{_size(size)}" for size in sizes)], title)
+        kinds: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
         for row in result["measured"]:
-            by_size = kinds.setdefault((row["collective"], row["codec"], row["placement"]), {})
+            by_size = kinds.setdefault((row["collective"], row["codec"]), {})
             for size, time_us in row["points_us"]:
                 by_size.setdefault(size, {})[row["algorithm"]] = time_us
         for kind, by_size in kinds.items():

@@ -2,11 +2,6 @@
 
 A sample times all algorithms of a case one after the other, for a few milliseconds each. A disturbance of the machine
 affects few of the samples, and the lower quartile of a case's samples is kept.
-
-Two cores that share a cache exchange a cache line several times faster than cores of different caches or sockets, and
-virtual CPUs move between physical cores while a program runs; times then change by up to a factor of two. Samples are
-therefore kept by placement (`cpu_placement`, near or far), and the case with the fewest samples in the current
-placement is next.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm import _C, algorithms, codecs, collectives
+from dtcomm import algorithms, codecs, collectives
 from dtcomm.cli import show_progress
 from dtcomm.cli.codecs import measure_speed
 from dtcomm.cli.perf.collectives import COLLECTIVES
@@ -31,37 +26,12 @@ from dtcomm.cli.perf.libraries import bind_collective
 from dtcomm.cli.perf.placement import pin_to_core
 from dtcomm.codecs import Codec
 from dtcomm.measure.exact_inputs import SHARDS_IN
-from dtcomm.planner.cost_model import FAR, NEAR, PLACEMENTS
 from dtcomm.runtime.communicator import get_communicator
 from dtcomm.streams import Streams, streams_of
-from dtcomm.system import allowed_cores
 from dtcomm.tp.inference import AllReduce
 
-FAR_NS = 250.0  # a longer round trip is far
-_BATCHES, _TRIPS = 20, 100
-
-
-def first_two_cpus() -> tuple[int, ...]:
-    """Return the first two CPUs this process may run on, or fewer; call it before the rank is pinned."""
-    return tuple(allowed_cores()[:2])
-
-
-def round_trip_ns(cpus: Sequence[int]) -> float | None:
-    """Return the nanoseconds of a cache line's round trip, or None without two usable CPUs. Takes 1 to 3 ms."""
-    if len(cpus) < 2:
-        return None
-    nanoseconds = _C.round_trip_ns(cpus[0], cpus[1], _BATCHES, _TRIPS)
-    return nanoseconds if nanoseconds >= 0 else None
-
-
-def cpu_placement(cpus: Sequence[int] | None = None) -> str:
-    """Return ``near`` or ``far``, the names in tables of `dtcomm tune`, or an empty string if it is unknown."""
-    nanoseconds = round_trip_ns(first_two_cpus() if cpus is None else cpus)
-    return "" if nanoseconds is None else FAR if nanoseconds > FAR_NS else NEAR
-
-
 GroupResult = dict[str, Any]
-Curves = dict[tuple[str, str], list[tuple[int, float]]]  # by placement and algorithm: seconds by size
+Curves = dict[str, list[tuple[int, float]]]  # by algorithm: seconds by size
 SMALLEST = 1024
 DENSE_SIZES = 8 << 20  # bytes up to which every power of two is measured
 RATED_CODECS = ("none", "fp16", "bf16", "int8", "int4", "fp8_e4m3")
@@ -90,7 +60,6 @@ class TuneOptions:
 
 def measure_group(options: TuneOptions) -> list[GroupResult] | None:
     """Measure the default group; all ranks must call it. Rank 0 returns a list of one result, the others None."""
-    cpus = first_two_cpus()
     pin_to_core(None)
     ranks, hosts = dist.get_world_size(), host_count()
     cases = list(benchmark_cases(options, ranks, hosts))
@@ -98,7 +67,7 @@ def measure_group(options: TuneOptions) -> list[GroupResult] | None:
     if options.begun is not None:  # the start of the ranks counts, but some time always remains
         seconds = max(seconds * MIN_SHARE, seconds - (time.time() - options.begun))
     label = "" if options.quiet else f"{ranks} ranks"
-    samples = sample_cases(cases, seconds, cpus if hosts == 1 else (), label=label)
+    samples = sample_cases(cases, seconds, label=label)
     if dist.get_rank():
         return None
     measured = [
@@ -108,11 +77,10 @@ def measure_group(options: TuneOptions) -> list[GroupResult] | None:
             "codec": codec,
             "ranks": ranks,
             "hosts": hosts,
-            "placement": placement_name,
             "points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in points],
         }
         for (collective, codec), curves in _by_collective_and_codec(samples).items()
-        for (placement_name, name), points in curves.items()
+        for name, points in curves.items()
     ]
     links = _links(measured)
     return [{"ranks": ranks, "hosts": hosts, "measured": measured, "rates": _rates(), "links": links}]
@@ -181,27 +149,14 @@ def first_faster(sizes: Sequence[int], own: Sequence[float], coded: Sequence[flo
 
 
 def _by_collective_and_codec(samples: list[CaseSamples]) -> dict[tuple[str, str], Curves]:
-    """Return curves by collective and codec.
-
-    Placements in which all sizes were sampled have curves of their own; without any, all samples are combined.
-    """
-    kinds: dict[tuple[str, str], list[CaseSamples]] = {}
+    """Return curves by collective and codec."""
+    kinds: dict[tuple[str, str], Curves] = {}
     for case_samples in samples:
-        if case_samples.medians:
-            kind = (case_samples.case.collective, str(case_samples.case.codec))
-            kinds.setdefault(kind, []).append(case_samples)
-    return {kind: _curves(sizes) for kind, sizes in kinds.items()}
-
-
-def _curves(sizes: list[CaseSamples]) -> Curves:
-    complete = [name for name in PLACEMENTS if all(name in samples.medians for samples in sizes)]
-    curves: Curves = {}
-    for samples in sizes:
-        for placement_name in complete or [""]:
-            times = samples.seconds(placement_name) if complete else samples.seconds_of_all_placements()
-            for name, seconds in times.items():
-                curves.setdefault((placement_name, name), []).append((samples.case.nbytes, seconds))
-    return curves
+        kind = (case_samples.case.collective, str(case_samples.case.codec))
+        for name, medians in case_samples.medians.items():
+            point = case_samples.case.nbytes, lower_quartile(medians)
+            kinds.setdefault(kind, {}).setdefault(name, []).append(point)
+    return kinds
 
 
 def benchmark_cases(options: TuneOptions, ranks: int, hosts: int) -> Iterator[BenchmarkCase]:
@@ -272,9 +227,7 @@ GROWTH = 100  # powers of two by which a sum in place may grow in a sample
 # calls of an algorithm in a sample, besides the first, which synchronizes the ranks
 MAX_CALLS, MIN_CALLS = 30, 2
 SAMPLE_SECONDS = 2e-3  # of an algorithm in a sample, unless its calls are longer
-MAX_SAMPLES = 40  # of a case in one placement
-# Calls after which the engine has measured the distance of the CPUs again.
-PROBE_BYTES, PROBE_CALLS = 2 << 20, 10
+MAX_SAMPLES = 40  # of a case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,21 +242,10 @@ class BenchmarkCase:
 
 @dataclass(kw_only=True)
 class CaseSamples:
-    """Times of a case: by placement and algorithm, the median of each sample in seconds."""
+    """Times of a case: by algorithm, the median of each sample in seconds."""
 
     case: BenchmarkCase
-    medians: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-
-    def seconds(self, placement: str) -> dict[str, float]:
-        """Return each algorithm's lower quartile over the samples in a placement."""
-        return {name: lower_quartile(medians) for name, medians in self.medians.get(placement, {}).items()}
-
-    def seconds_of_all_placements(self) -> dict[str, float]:
-        """Return each algorithm's lower quartile over the samples in all placements."""
-        return {
-            name: lower_quartile([median for by_name in self.medians.values() for median in by_name[name]])
-            for name in self.case.algorithms
-        }
+    medians: dict[str, list[float]] = field(default_factory=dict)
 
 
 def lower_quartile(values: Sequence[float]) -> float:
@@ -311,66 +253,60 @@ def lower_quartile(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 4]
 
 
-def sample_cases(
-    cases: Sequence[BenchmarkCase], seconds: float, cpus: Sequence[int], *, label: str = ""
-) -> list[CaseSamples]:
+def sample_cases(cases: Sequence[BenchmarkCase], seconds: float, *, label: str = "") -> list[CaseSamples]:
     """Sample all ``cases`` for ``seconds``; all ranks must call it, and all return the same.
 
-    A case that did not fit into the time has no medians. ``cpus`` are those whose distance matters (`first_two_cpus`).
-    ``label`` is the text of the progress on stderr; empty for none.
+    A case that did not fit into the time has no medians. ``label`` is the text of the progress on stderr; empty for
+    none.
     """
-    return _Sampler(cases, cpus, label).run(seconds)
+    return _Sampler(cases, label).run(seconds)
 
 
 class _Sampler:
-    def __init__(self, cases: Sequence[BenchmarkCase], cpus: Sequence[int], label: str) -> None:
-        self._cases, self._cpus, self._label = cases, cpus, label
+    def __init__(self, cases: Sequence[BenchmarkCase], label: str) -> None:
+        self._cases, self._label = cases, label
         self._safe = int(GROWTH / math.log2(dist.get_world_size())) - 2
         self._inputs = _Inputs(max(case.nbytes for case in cases))
-        self._order: list[tuple[int, str]] = []  # (index of the case, placement) of each sample
+        self._order: list[int] = []  # the index of the case of each sample
         self._samples: list[torch.Tensor] = []  # times on this rank: a row for each algorithm
         self._sample_seconds: dict[int, float] = {}  # duration of a sample, by index of the case
         self._call_seconds: dict[int, float] = {}  # one call of each algorithm, by index of the case
-        self._counts: Counter[tuple[int, str]] = Counter()  # samples by case and placement
+        self._counts: Counter[int] = Counter()  # samples by index of the case
 
     def run(self, seconds: float) -> list[CaseSamples]:
-        begin, previous = time.perf_counter(), None
+        begin = time.perf_counter()
         while True:
             left = seconds - (time.perf_counter() - begin)
-            index, calls, placement = _broadcast_choice(self._next(left) if dist.get_rank() == 0 else None)
-            self._order.append((index, placement))
+            index, calls = _broadcast_choice(self._next(left) if dist.get_rank() == 0 else None)
             if index < 0:
                 break
-            if placement and placement != previous:
-                self._inputs.refresh_placement()
-            previous = placement
+            self._order.append(index)
             started = time.perf_counter()
             self._samples.append(self._sample(self._cases[index], calls))
             self._sample_seconds[index] = time.perf_counter() - started
             self._call_seconds[index] = float(self._samples[-1].median(dim=1).values.sum())
-            self._counts[index, placement] += 1
+            self._counts[index] += 1
             self._show(1 - left / seconds)
         self._show(None)
         return self._collect()
 
-    def _next(self, left: float) -> tuple[int, int, str]:
-        """Return rank 0's choice: the case's index (-1 for the end), calls of each algorithm, and the placement."""
-        placement = cpu_placement(self._cpus)
+    def _next(self, left: float) -> tuple[int, int]:
+        """Return rank 0's choice: the case's index (-1 for the end), and the calls of each algorithm."""
         candidates = [
             index
             for index in range(len(self._cases))
-            if self._counts[index, placement] < MAX_SAMPLES and self._expected_seconds(index) <= left
+            if self._counts[index] < MAX_SAMPLES and self._expected_seconds(index) <= left
         ]
         if not candidates or left <= 0:
-            return -1, 0, placement
+            return -1, 0
         # Every case once, then shorter cases more often.
         index = min(
             candidates,
-            key=lambda at: self._counts[at, placement] * math.sqrt(self._sample_seconds.get(at, 0.0)),
+            key=lambda at: self._counts[at] * math.sqrt(self._sample_seconds.get(at, 0.0)),
         )
         algorithms = len(self._cases[index].algorithms)
         calls = int(SAMPLE_SECONDS * algorithms / self._call_seconds.get(index, math.inf))
-        return index, max(MIN_CALLS, min(MAX_CALLS, self._safe, calls)), placement
+        return index, max(MIN_CALLS, min(MAX_CALLS, self._safe, calls))
 
     def _expected_seconds(self, index: int) -> float:
         """Return the duration of a sample; for a new size, in proportion to smaller sizes."""
@@ -400,12 +336,8 @@ class _Sampler:
         slowest = torch.cat([sample.flatten() for sample in self._samples])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         parts = torch.split(slowest, [sample.numel() for sample in self._samples])
-        for (index, placement), (_, next_placement), part, own in zip(
-            self._order, self._order[1:], parts, self._samples, strict=False
-        ):
-            if placement != next_placement:
-                continue  # the CPUs moved during the sample
-            by_name = result[index].medians.setdefault(placement, {})
+        for index, part, own in zip(self._order, parts, self._samples, strict=True):
+            by_name = result[index].medians
             for name, row in zip(self._cases[index].algorithms, part.view_as(own).tolist(), strict=True):
                 by_name.setdefault(name, []).append(statistics.median(row))
         return result
@@ -420,15 +352,8 @@ class _Inputs:
 
     def __init__(self, largest: int) -> None:
         self._ranks = dist.get_world_size()
-        numel = max(1, largest // 4, PROBE_BYTES // 4)
+        numel = max(1, largest // 4)
         self._tensors = torch.empty(numel).normal_(), torch.empty(numel).normal_()
-
-    def refresh_placement(self) -> None:
-        """Let the engine measure the distance of the CPUs again, which it does after a number of bytes."""
-        tensor = self._tensors[0][: PROBE_BYTES // 4]
-        for _ in range(PROBE_CALLS):
-            collectives.all_reduce(tensor, algorithm="direct")
-        self._shrink(tensor, PROBE_CALLS)
 
     def bind(self, case: BenchmarkCase, name: str) -> tuple[Callable[[], Any], Callable[[int], None]]:
         """Return a function that makes the call, and one that restores its input after a number of calls."""
@@ -464,10 +389,9 @@ def _time_calls(call: Callable[[], Any], count: int) -> list[float]:
     return times
 
 
-def _broadcast_choice(choice: tuple[int, int, str] | None) -> tuple[int, int, str]:
-    """Broadcast rank 0's choice of (case, calls, placement) to all ranks."""
-    case, calls, placement = choice or (0, 0, "")
-    values = torch.tensor([case, calls, PLACEMENTS.index(placement)])
+def _broadcast_choice(choice: tuple[int, int] | None) -> tuple[int, int]:
+    """Broadcast rank 0's choice of (case, calls) to all ranks."""
+    values = torch.tensor(choice or (0, 0))
     dist.broadcast(values, 0)
-    case, calls, placement_index = values.tolist()
-    return case, calls, PLACEMENTS[placement_index]
+    case, calls = values.tolist()
+    return case, calls

@@ -108,12 +108,12 @@ def candidates(collective: str, codec: Codec, system: System) -> tuple[str, ...]
 
 def estimate(
     collective: str, algorithm: str, codec: Codec, system: System, nbytes: int, dtype: torch.dtype = torch.float32,
-    table: Table = UNMEASURED, placement: str = "",
+    table: Table = UNMEASURED,
 ) -> Estimate | None:  # fmt: skip
     """Predict one collective of ``nbytes`` uncompressed bytes by one of `candidates`.
 
-    Measured times of ``table`` are used on CPUs if there are any of a group of this size; those of the CPU placement
-    ``placement`` are preferred. None if the algorithm's profile is not known for so many ranks.
+    Measured times of ``table`` are used on CPUs if there are any of a group of this size. None if the algorithm's
+    profile is not known for so many ranks.
     """
     numel = elements(collective, nbytes, dtype, system.ranks)
     size = numel * dtype.itemsize
@@ -133,12 +133,11 @@ def estimate(
     predicted = _predict(loads, algorithm, codec, system, numel, dtype)
     if system.device.generation:
         return predicted
-    measured = table.measurements(collective, codec, system.ranks, system.hosts, placement).get(algorithm)
+    measured = table.measurements(collective, codec, system.ranks, system.hosts).get(algorithm)
     if measured is None:
         return predicted
     seconds = measured.seconds(measured_bytes(numel, dtype, codec))
-    placed = f", {measured.placement} CPUs" if measured.placement else ""
-    return replace(predicted, seconds=seconds, detail=f"measured{placed}")
+    return replace(predicted, seconds=seconds, detail="measured")
 
 
 def elements(collective: str, nbytes: int, dtype: torch.dtype, ranks: int) -> int:

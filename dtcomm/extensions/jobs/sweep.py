@@ -40,14 +40,13 @@ class Sweep:
 
     ``rows`` are ordered by size, then codec, ``none`` first. ``break_even`` maps codecs to the bytes from which they
     pay, or None if they never do, and ``verdicts`` state that in words. ``skipped`` are algorithms that cannot be
-    estimated. ``placement`` is the CPU placement whose measurements are preferred.
+    estimated.
     """
 
     system: System
     collective: str
     table: Table = UNMEASURED
     dtype: torch.dtype = torch.float32
-    placement: str = ""
     rows: list[SweepRow] = field(default_factory=list)
     break_even: dict[str, int | None] = field(default_factory=dict)
     verdicts: list[str] = field(default_factory=list)
@@ -57,9 +56,7 @@ class Sweep:
         """Return the estimates of the algorithms that can be estimated; note the others in ``skipped``."""
         estimates = []
         for name in names:
-            predicted = estimate(
-                self.collective, name, codec, self.system, nbytes, self.dtype, self.table, self.placement
-            )
+            predicted = estimate(self.collective, name, codec, self.system, nbytes, self.dtype, self.table)
             if predicted is not None:
                 estimates.append(predicted)
             elif name not in self.skipped:
@@ -136,7 +133,6 @@ class Sweep:
 def run_sweep(
     system: System, collective: str, sizes: Sequence[int], codecs: Sequence[str],
     algorithms: Sequence[str] = ("auto",), dtype: torch.dtype = torch.float32, table: Table = UNMEASURED,
-    placement: str = "",
 ) -> Sweep:  # fmt: skip
     """Estimate every size with ``none`` and each of ``codecs``.
 
@@ -144,7 +140,7 @@ def run_sweep(
     row per algorithm. ``table`` has measured times of this machine.
     """
     parsed = with_none(codecs)
-    sweep = Sweep(system=system, collective=collective, table=table, dtype=dtype, placement=placement)
+    sweep = Sweep(system=system, collective=collective, table=table, dtype=dtype)
     names = {codec: requested_algorithms(sweep, codec, algorithms) for codec in parsed}
     sweep.add_rows(sizes, names, every="auto" not in algorithms)
     for codec in parsed[1:]:

@@ -14,11 +14,10 @@ import torch
 import dtcomm
 from dtcomm import env, planner
 from dtcomm.cli import tune as tune_command
-from dtcomm.cli.tune import measure as tune_measure
 from dtcomm.cli.tune.measure import (
     BenchmarkCase,
     CaseSamples,
-    _curves,
+    _by_collective_and_codec,
     first_faster,
     lower_quartile,
     measure_sums,
@@ -50,19 +49,18 @@ def test_tune_measures_the_algorithm_of_an_imported_module(tmp_path: Path) -> No
     assert "star" in {row["algorithm"] for row in json.loads(path.read_text())["measured"]}
 
 
-def row(name: str = "ring", *, ranks: int = 2, placement: str = "near", us: float = 1.0) -> dict[str, Any]:
+def row(name: str = "ring", *, ranks: int = 2, us: float = 1.0) -> dict[str, Any]:
     kind = {"collective": "all_reduce", "algorithm": name, "codec": "none", "ranks": ranks, "hosts": 1}
-    return {**kind, "placement": placement, "points_us": [[1024, us]]}
+    return {**kind, "points_us": [[1024, us]]}
 
 
 def test_merge_keeps_rows_that_were_not_measured_again() -> None:
-    # Kept: times of another group, and this group's in a placement that was not measured again.
-    earlier = [row(ranks=7), row(placement="far"), row(), row("tree", placement="")]
+    earlier = [row(ranks=7), row(), row("tree")]
     result: dict[str, Any] = {"ranks": 2, "hosts": 1, "measured": [row(us=2.0)], "rates": {}, "links": {}}
     limits = [{"codec": "int8", "ranks": ranks, "hosts": 1, "bytes": 1 << 20} for ranks in (7, 2)]
     result["compress_from"] = [limits[1] | {"bytes": None}]
     merged = tune_command._merged({"measured": earlier, "compress_from": limits}, [result], 1.0)
-    assert merged["measured"] == [row(ranks=7), row(placement="far"), row(us=2.0)]
+    assert merged["measured"] == [row(ranks=7), row(us=2.0)]
     assert merged["compress_from"] == [limits[0], limits[1] | {"bytes": None}]
     table = planner.parse(json.dumps(merged))
     assert table.compress_from == (("int8", 7, 1, 1 << 20), ("int8", 2, 1, math.inf))
@@ -90,34 +88,17 @@ def test_sums_of_activations_are_measured_alike_on_all_ranks() -> None:
         assert row["bytes"] in (None, 64 * 1024, 128 * 1024, 256 * 1024)
 
 
-def case_samples(nbytes: int, **medians: list[float]) -> CaseSamples:
-    """Return samples of a ring, by placement."""
-    codec, names = dtcomm.codec("none"), ("ring",)
-    case = BenchmarkCase(collective="all_reduce", codec=codec, nbytes=nbytes, algorithms=names)
-    return CaseSamples(case=case, medians={place: {"ring": seconds} for place, seconds in medians.items()})
-
-
-def test_placement_counts_only_if_all_sizes_were_measured_in_it() -> None:
+def test_a_curve_has_the_lower_quartile_of_each_size_that_was_sampled() -> None:
     assert [lower_quartile(range(count)) for count in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
-    complete = [case_samples(1, near=[1.0, 9.0], far=[2.0]), case_samples(2, near=[3.0], far=[4.0])]
-    assert _curves(complete) == {
-        ("near", "ring"): [(1, 1.0), (2, 3.0)],
-        ("far", "ring"): [(1, 2.0), (2, 4.0)],
-    }
-    partial = [case_samples(1, near=[1.0], far=[2.0]), case_samples(2, far=[4.0])]
-    assert _curves(partial) == {("far", "ring"): [(1, 2.0), (2, 4.0)]}
-    disjoint = [case_samples(1, near=[1.0]), case_samples(2, far=[4.0])]
-    assert _curves(disjoint) == {("", "ring"): [(1, 1.0), (2, 4.0)]}
-
-
-def test_cpu_placement_follows_the_round_trip_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpus = tune_measure.first_two_cpus()
-    nanoseconds = tune_measure.round_trip_ns(cpus)
-    assert (nanoseconds is None) == (len(cpus) < 2) and (nanoseconds is None or 1 < nanoseconds < 1e6)
-    assert all(tune_measure.round_trip_ns(wrong) is None for wrong in (cpus[:1], (cpus[0], 100_000)))
-    for nanoseconds, placement in ((None, ""), (100.0, "near"), (400.0, "far")):
-        monkeypatch.setattr(tune_measure, "round_trip_ns", lambda cpus, nanoseconds=nanoseconds: nanoseconds)
-        assert tune_measure.cpu_placement() == placement
+    codec, names = dtcomm.codec("none"), ("ring",)
+    samples = [
+        CaseSamples(
+            case=BenchmarkCase(collective="all_reduce", codec=codec, nbytes=nbytes, algorithms=names),
+            medians=medians,
+        )
+        for nbytes, medians in ((1, {"ring": [9.0, 1.0]}), (2, {"ring": [3.0]}), (4, {}))
+    ]
+    assert _by_collective_and_codec(samples) == {("all_reduce", "none"): {"ring": [(1, 1.0), (2, 3.0)]}}
 
 
 @pytest.mark.parametrize(

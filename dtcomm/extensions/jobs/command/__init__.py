@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn
 from dtcomm import env
 from dtcomm.arguments import suggest
 from dtcomm.cli import write_json
-from dtcomm.cli.tune import measure as tune_measure
 from dtcomm.extensions.jobs.command import flags, job, links, report
 from dtcomm.extensions.jobs.command.options import (
     algorithm_names,
@@ -144,7 +143,7 @@ def _collective(arguments: argparse.Namespace) -> int:
     system = system_of(arguments)
     table = _table(arguments, system)
     what = arguments.collective, message_sizes(arguments), codec_specs(arguments), algorithm_names(arguments)
-    _write(arguments, [run_sweep(system, *what, arguments.datatype, table, _placement(system, table))], None)
+    _write(arguments, [run_sweep(system, *what, arguments.datatype, table)], None)
     return 0
 
 
@@ -152,7 +151,7 @@ def _step(arguments: argparse.Namespace) -> int:
     options = step_options(arguments)
     table = _table(arguments, options.system)
     estimate = of_model if options.model is not None else of_record
-    training = estimate(options, table, _placement(options.system, table))
+    training = estimate(options, table)
     _write(arguments, [messages.sweep for messages in training.messages], training)
     return 0
 
@@ -217,10 +216,6 @@ def _table(arguments: argparse.Namespace, system: System | None) -> Table:
     return parse_table(env.tune_text() if system is None or system.name == "local" else "")
 
 
-def _placement(system: System, table: Table) -> str:
-    return tune_measure.cpu_placement() if system.name == "local" and table.measured else ""
-
-
 def _write(arguments: argparse.Namespace, sweeps: Sequence[Sweep], training: Training | None) -> None:
     if write_json(as_dict(sweeps, training), arguments.json):
         report.print_plan(sweeps, training)
@@ -234,7 +229,7 @@ def as_dict(sweeps: Sequence[Sweep], training: Training | None) -> dict[str, Any
     first = sweeps[0]
     rows = [row for sweep in sweeps for row in sweep.rows]
     return {
-        "version": 1, "system": first.system.as_dict(), "table": first.table.source, "placement": first.placement,
+        "version": 1, "system": first.system.as_dict(), "table": first.table.source,
         "collective": first.collective, "dtype": str(first.dtype).removeprefix("torch."),
         "results": [row.as_dict() for row in rows],
         "alternatives": [other.as_dict() for row in rows for other in row.others],

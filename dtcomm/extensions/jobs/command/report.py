@@ -82,15 +82,8 @@ def _header(sweep: Sweep, training: Training | None) -> str:
     if training is not None:
         lines.append(training.computing)
     if sweep.table.measured and not system.device.generation:
-        lines.append(f"measured times: {sweep.table.source}{_placement_note(sweep)}")
+        lines.append(f"measured times: {sweep.table.source}")
     return "\n".join(lines)
-
-
-def _placement_note(sweep: Sweep) -> str:
-    known = {measured.placement for measured in sweep.table.measured if measured.hosts == 1}
-    if not sweep.placement or sweep.placement in known:
-        return f"; the CPUs are {sweep.placement} now" if sweep.placement else ""
-    return f"; the CPUs are {sweep.placement} now, which was not measured: run `dtcomm tune` again to add these times"
 
 
 def _collectives_table(

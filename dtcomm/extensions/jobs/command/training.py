@@ -158,14 +158,14 @@ class Training:
         }
 
 
-def of_model(options: StepOptions, table: Table, placement: str) -> Training:
+def of_model(options: StepOptions, table: Table) -> Training:
     """Estimate a step of DDP or of FSDP."""
     assert options.model is not None
     estimate = _fsdp_step if options.strategy == "fsdp" else _ddp_step
-    return estimate(options, options.model, table, placement)
+    return estimate(options, options.model, table)
 
 
-def _ddp_step(options: StepOptions, model: TrainingModel, table: Table, placement: str) -> Training:
+def _ddp_step(options: StepOptions, model: TrainingModel, table: Table) -> Training:
     seconds = model.compute_seconds(options.system.device)
     count = model.learning * model.dtype.itemsize / model.bucket_bytes
     if count > MAX_BUCKETS:
@@ -174,7 +174,7 @@ def _ddp_step(options: StepOptions, model: TrainingModel, table: Table, placemen
             f"{count_name(count)} messages; give a larger bucket=, so that there are at most {MAX_BUCKETS:,}"
         )
     buckets = predict.even_buckets(model.learning, model.dtype.itemsize, seconds, model.bucket_bytes)
-    messages = _ddp_messages(options, buckets, model.dtype, table, placement)
+    messages = _ddp_messages(options, buckets, model.dtype, table)
     codecs = with_none(options.codecs)
     steps = {
         (codec, codecs[0]): (messages.replay(codec, buckets, 0.0), messages.buffer_bytes(codec))
@@ -189,7 +189,7 @@ def _ddp_step(options: StepOptions, model: TrainingModel, table: Table, placemen
     return _training_of_model(options, model, "DDP", [messages], steps, assumptions)
 
 
-def _fsdp_step(options: StepOptions, model: TrainingModel, table: Table, placement: str) -> Training:
+def _fsdp_step(options: StepOptions, model: TrainingModel, table: Table) -> Training:
     compute = model.compute_seconds(options.system.device)
     unit_bytes, reduced_bytes = (
         max(1, int(count / model.layers)) * model.dtype.itemsize for count in (model.params, model.learning)
@@ -203,9 +203,7 @@ def _fsdp_step(options: StepOptions, model: TrainingModel, table: Table, placeme
         return tuple(name for name in valid if name in FSDP_SUMS) if lossy_sum else valid
 
     def estimated(collective: str, sent: Sequence[Codec], nbytes: int, count: int) -> Messages:
-        sweep = Sweep(
-            system=options.system, collective=collective, table=table, dtype=model.dtype, placement=placement
-        )
+        sweep = Sweep(system=options.system, collective=collective, table=table, dtype=model.dtype)
         return _messages(sweep, {nbytes: count}, {codec: names(collective, codec) for codec in sent})
 
     reductions = estimated("reduce_scatter", codecs, reduced_bytes, model.layers)
@@ -229,7 +227,7 @@ def _fsdp_step(options: StepOptions, model: TrainingModel, table: Table, placeme
     return _training_of_model(options, model, "FSDP", [reductions, gathers], steps, assumptions)
 
 
-def of_record(options: StepOptions, table: Table, placement: str) -> Training:
+def of_record(options: StepOptions, table: Table) -> Training:
     """Replay the recorded buckets of a run of DDP on another system."""
     assert options.record is not None
     path = options.record
@@ -246,7 +244,7 @@ def of_record(options: StepOptions, table: Table, placement: str) -> Training:
         notes.append(f"replayed with its own times the step takes {own}; {took}")
     if record.ranks and record.ranks != options.system.ranks:
         notes.append(f"recorded on {record.ranks} ranks, replayed on {options.system.ranks}")
-    messages = _ddp_messages(options, record.buckets, options.dtype, table, placement)
+    messages = _ddp_messages(options, record.buckets, options.dtype, table)
     codecs = with_none(options.codecs)
     total = sum(bucket.nbytes for bucket in record.buckets)
     rows: list[TrainingRow] = []
@@ -284,11 +282,9 @@ def _speedup(rows: Sequence[TrainingRow], step: TrainingStep) -> float:
 
 
 def _ddp_messages(
-    options: StepOptions, buckets: Sequence[Bucket], dtype: torch.dtype, table: Table, placement: str
+    options: StepOptions, buckets: Sequence[Bucket], dtype: torch.dtype, table: Table
 ) -> Messages:
-    sweep = Sweep(
-        system=options.system, collective="all_reduce", table=table, dtype=dtype, placement=placement
-    )
+    sweep = Sweep(system=options.system, collective="all_reduce", table=table, dtype=dtype)
     none, *codecs = with_none(options.codecs)
     # --algorithm is that of the codecs: without one, DDP sends as it always does.
     names = {none: candidates("all_reduce", none, options.system)}
