@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command: print the table, write demo.json and demo.png; return 0, or 1 if a rank failed."""
     options = _parse(argv)
     console = Console(stderr=options.json)
-    seeds = range(options.seed, options.seed + options.seeds)
     runs = (PLAIN, *options.codecs)
     begin = time.monotonic()
     console.print(
@@ -49,23 +48,20 @@ def main(argv: list[str] | None = None) -> int:
         f"{options.nproc} ranks, {len(runs)} runs of {options.steps} steps, alternating.",
         highlight=False,
     )
-    results: dict[str, dict[int, list[list[Result]]]] = {}
+    settings = Settings(runs=runs, steps=options.steps, seed=options.seed)
+    results: dict[str, list[list[Result]]] = {}
     report = ""
     for link in dict.fromkeys((IN_MEMORY, options.link)):
         title = "in memory" if link == IN_MEMORY else f"over an emulated link of {describe_link(link)}"
         console.print(f"\n{title}", highlight=False)
-        results[link] = {}
-        for seed in seeds:
-            settings = Settings(runs=runs, steps=options.steps, seed=seed)
-            verified = _recommended(runs) if link != IN_MEMORY and not report else ""
-            prefix = f"seed {seed}: " if len(seeds) > 1 else ""
-            try:
-                outcomes = _train(settings, options.nproc, link, verified, console, prefix)
-            except RankError as error:
-                print(error, file=sys.stderr)
-                return 1
-            results[link][seed] = [runs_of_rank for runs_of_rank, _ in outcomes]
-            report = report or outcomes[0][1]
+        verified = "" if link == IN_MEMORY else _recommended(runs)
+        try:
+            outcomes = _train(settings, options.nproc, link, verified, console)
+        except RankError as error:
+            print(error, file=sys.stderr)
+            return 1
+        results[link] = [runs_of_rank for runs_of_rank, _ in outcomes]
+        report = outcomes[0][1]
     seconds = time.monotonic() - begin
     summary = summarize(results, report, nproc=options.nproc, steps=options.steps, seconds=seconds)
 
@@ -112,11 +108,11 @@ def train_rank(
 
 
 def _train(
-    settings: Settings, nproc: int, link: str, verified: str, console: Console, prefix: str
+    settings: Settings, nproc: int, link: str, verified: str, console: Console
 ) -> list[tuple[list[Result], str]]:
     """Train on all ranks with a progress bar for each run; return results by rank, then by run."""
     columns = (
-        TextColumn(prefix + "{task.description:>21}"),
+        TextColumn("{task.description:>21}"),
         BarColumn(24),
         TextColumn("{task.completed:>4.0f}/{task.total:.0f}"),
         TextColumn("loss {task.fields[loss]}"),
@@ -162,7 +158,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=120, help="training steps of each run")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the data order")
-    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting with --seed")
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), help="folder for demo.json and demo.png"
     )
@@ -178,7 +173,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2, help="ranks; each is a process with one thread")
     parser.add_argument("--json", action="store_true", help="also print the JSON on standard output")
     options = parser.parse_args(argv)
-    for name in ("steps", "seeds", "nproc"):
+    for name in ("steps", "nproc"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: expected at least 1")
     return options
@@ -204,20 +199,15 @@ Result = dict[str, Any]
 
 
 def summarize(
-    results: dict[str, dict[int, list[list[Result]]]], report: str, *, nproc: int, steps: int, seconds: float
+    results: dict[str, list[list[Result]]], report: str, *, nproc: int, steps: int, seconds: float
 ) -> dict[str, Any]:
-    """Summarize ``results``, which are by link, seed, rank and run.
+    """Summarize ``results``, which are by link, rank and run.
 
-    Losses are equal on all ranks. Bytes are means over ranks and times are the slowest rank's. Over seeds, losses and
-    bytes are means and times are medians.
+    Losses are equal on all ranks. Bytes are means over ranks and times are the slowest rank's.
     """
     summary: dict[str, Any] = {"ranks": nproc, "steps": steps, "seconds": seconds, "link": None}
-    for link, by_seed in results.items():
-        count = len(next(iter(by_seed.values()))[0])
-        runs = [
-            _summarize_run({seed: [rank[position] for rank in ranks] for seed, ranks in by_seed.items()})
-            for position in range(count)
-        ]
+    for link, ranks in results.items():
+        runs = [_summarize_run(run_by_rank) for run_by_rank in zip(*ranks, strict=True)]
         plain = runs[0]
         for run in runs:
             run["held_out_against_plain"] = run["final_held_out_loss"] / plain["final_held_out_loss"] - 1
@@ -229,33 +219,24 @@ def summarize(
     return summary | {"report": report}
 
 
-def _summarize_run(by_seed: dict[int, list[Result]]) -> dict[str, Any]:
-    """Summarize one run, given by seed and rank."""
-    first = next(iter(by_seed.values()))[0]
-    run = {key: first[key] for key in ("name", "parameters", "gradient_bytes", "bytes_are", "report")}
-    for key in ("final_training_loss", "final_held_out_loss"):
-        run[key] = statistics.fmean(ranks[0][key] for ranks in by_seed.values())
-    slowest = [max(rank["step_ms"] for rank in ranks) for ranks in by_seed.values()]
-    run["step_ms"] = statistics.median(slowest)
-    run["bytes_per_step"] = statistics.fmean(
-        rank["bytes_per_step"] for ranks in by_seed.values() for rank in ranks
-    )
-    curves = ("final_training_loss", "final_held_out_loss", "losses", "held_out")
-    run["seeds"] = {
-        str(seed): {key: ranks[0][key] for key in curves}
-        | {"step_seconds": [max(times) for times in zip(*(r["step_seconds"] for r in ranks), strict=True)]}
-        for seed, ranks in by_seed.items()
-    }
+def _summarize_run(ranks: Sequence[Result]) -> dict[str, Any]:
+    """Summarize one run, given by rank."""
+    of_all_ranks = ("name", "parameters", "gradient_bytes", "bytes_are", "report", "losses", "held_out")
+    run = {key: ranks[0][key] for key in (*of_all_ranks, "final_training_loss", "final_held_out_loss")}
+    run["step_ms"] = max(rank["step_ms"] for rank in ranks)
+    run["step_seconds"] = [
+        max(times) for times in zip(*(rank["step_seconds"] for rank in ranks), strict=True)
+    ]
+    run["bytes_per_step"] = statistics.fmean(rank["bytes_per_step"] for rank in ranks)
     return run
 
 
 def print_summary(summary: dict[str, Any], console: Console) -> None:
     """Print the table, what a step takes on the link, and the report."""
     runs, on_link = summary["runs"], summary.get("runs_on_link")
-    seeds = len(runs[0]["seeds"])
     console.print(
         f"\n{summary['ranks']} ranks, {summary['steps']} steps, {runs[0]['parameters']:,} parameters, "
-        f"{seeds} seed{'s' if seeds > 1 else ''}, {summary['seconds']:.0f} s",
+        f"{summary['seconds']:.0f} s",
         highlight=False,
     )
     heads = [">sent,\nMB/step", ">memory,\nms/step"]
@@ -309,16 +290,15 @@ def _notes(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def write_plot(summary: dict[str, Any], path: Path) -> None:
-    """Write a PNG of ``summary`` (see `summarize`); the curves are those of the first seed."""
+    """Write a PNG of ``summary`` (see `summarize`): the losses over time, and the time of a step."""
     runs, on_link = summary["runs"], summary.get("runs_on_link")
     with styled_pyplot() as pyplot:
-        figure = pyplot.figure(figsize=(11.5, 5.6), layout="constrained")
-        grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(2, 1))
+        figure, (left, right) = pyplot.subplots(
+            1, 2, figsize=(11.5, 4.6), layout="constrained", width_ratios=(1.5, 1)
+        )
         where = f"on a link of {describe_link(summary['link'])}" if on_link else "in memory"
-        _plot_losses(figure.add_subplot(grid[0, 0]), on_link or runs, where)
-        _plot_differences(figure.add_subplot(grid[1, 0]), runs)
-        _plot_steps(figure.add_subplot(grid[0, 1]), runs, on_link)
-        _plot_bytes(figure.add_subplot(grid[1, 1]), runs)
+        _plot_losses(left, on_link or runs, where)
+        _plot_steps(right, runs, on_link)
         figure.suptitle(
             f"Character-level GPT on Python's standard library: {runs[0]['parameters'] / 1e6:.1f} M "
             f"parameters, {summary['ranks']} ranks, {summary['steps']} steps",
@@ -332,16 +312,15 @@ def write_plot(summary: dict[str, Any], path: Path) -> None:
 
 def _plot_losses(axes: Any, runs: list[dict[str, Any]], where: str) -> None:
     for position, run in enumerate(runs):
-        seed = next(iter(run["seeds"].values()))
-        seconds = [0.0, *accumulate(seed["step_seconds"])]
+        seconds = [0.0, *accumulate(run["step_seconds"])]
         axes.plot(
             seconds[1:],
-            _smooth(seed["losses"]),
+            _smooth(run["losses"]),
             color=COLOURS[position % len(COLOURS)],
             linewidth=2 if position == 0 else 1.5,
             label=f"{run['name']}: {run['final_held_out_loss']:.4f}",
         )
-        steps, losses = zip(*seed["held_out"], strict=True)
+        steps, losses = zip(*run["held_out"], strict=True)
         axes.scatter(
             [seconds[step] for step in steps],
             losses,
@@ -356,23 +335,6 @@ def _plot_losses(axes: Any, runs: list[dict[str, Any]], where: str) -> None:
     axes.grid(axis="y")
     axes.set_xlim(left=0)
     axes.legend(title="final held-out loss", frameon=False, alignment="left")
-
-
-def _plot_differences(axes: Any, runs: list[dict[str, Any]]) -> None:
-    """Plot the smoothed training loss relative to plain DDP's at the same step, in percent."""
-    plain = _smooth(next(iter(runs[0]["seeds"].values()))["losses"])
-    axes.axhline(0, color=COLOURS[0], linewidth=3, alpha=0.5)
-    reach = 0.02
-    for position, run in enumerate(runs[1:], 1):
-        smooth = _smooth(next(iter(run["seeds"].values()))["losses"])
-        difference = [100 * (ours / theirs - 1) for ours, theirs in zip(smooth, plain, strict=True)]
-        reach = max(reach, 1.2 * max(map(abs, difference)))
-        axes.plot(range(1, len(plain) + 1), difference, color=COLOURS[position % len(COLOURS)], linewidth=1.3)
-    axes.set_ylim(-reach, reach)
-    axes.set_xlabel("step")
-    axes.set_ylabel("%")
-    axes.set_title("training loss compared with plain DDP at the same step")
-    axes.grid(axis="y")
 
 
 def _plot_steps(axes: Any, runs: list[dict[str, Any]], on_link: list[dict[str, Any]] | None) -> None:
@@ -392,26 +354,10 @@ def _plot_steps(axes: Any, runs: list[dict[str, Any]], on_link: list[dict[str, A
                 run["step_ms"] + 0.015 * largest, y, f"{run['step_ms']:.0f}{gain}", va="center", fontsize=9
             )
     axes.set_title("ms per step " + ("on the link (filled) and in memory" if on_link else "in memory"))
-    _name_bars(axes, runs, 1.25 * largest)
-
-
-def _plot_bytes(axes: Any, runs: list[dict[str, Any]]) -> None:
-    sent = [run["bytes_per_step"] / 1e6 for run in runs]
-    axes.barh(
-        range(len(runs)), sent, color=[COLOURS[row % len(COLOURS)] for row in range(len(runs))], height=0.64
-    )
-    for row, value in enumerate(sent):
-        share = f"  ({value / sent[0]:.0%})" if row and sent[0] else ""
-        axes.text(value + 0.015 * max(sent), row, f"{value:.2f}{share}", va="center", fontsize=9)
-    axes.set_title("MB per step, sent by each rank")
-    _name_bars(axes, runs, 1.25 * max(sent))
-
-
-def _name_bars(axes: Any, runs: list[dict[str, Any]], end: float) -> None:
     axes.set_yticks(range(len(runs)), [run["name"].replace(":round=", "\n") for run in runs])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlim(0, end)
+    axes.set_xlim(0, 1.25 * largest)
     axes.set_xticks([])
     axes.spines[["left", "bottom"]].set_visible(False)
 

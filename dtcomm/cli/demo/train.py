@@ -254,9 +254,7 @@ def measure_payoff(settings: Settings, codec: str) -> str:
     """
     corpus, shape = load_corpus(), ModelShape(vocabulary=VOCABULARY)
     run = _start(codec, settings, shape, verify=PAIRS)
-    for step in range(
-        4 * PAIRS + 8
-    ):  # the first steps are not measured, and the last pair ends with the step after it
+    for step in range(STEPS_TO_VERIFY):
         _step(run, corpus, settings, shape, step, dist.get_rank())
     assert run.state is not None
     with contextlib.redirect_stdout(io.StringIO()) as text:

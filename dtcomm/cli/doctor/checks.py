@@ -196,7 +196,6 @@ def variables() -> Check:
 NUMEL = (1 << 18) + 77  # 1 MiB of fp32 and an odd tail
 REPEATS = 20
 TRIAL_CALLS = 400  # after which the engine has tried its variants
-MESSAGES = 800  # each way, likewise
 TIMEOUT_SECONDS = 30.0
 
 
@@ -220,7 +219,6 @@ def engine(ranks: int) -> Check:
     summary = (
         f"{ranks} ranks, {served}: sums exact with none, within int8's bound, the same bits on all ranks; "
         f"1 MiB all_reduce: {times}, {describe_choices(first['choices'])}; "
-        f"messages of 1 MiB {describe_messages(first['messages'])}; "
         f"{describe_threads(first['threads'])}; "
         f"{describe_placement(round_trip_ns(allowed_cores()[:2]))}; {describe_single_copy(first['single_copy'])}"
     )
@@ -232,29 +230,11 @@ def describe_choices(choices: list[dict[str, Any]]) -> str:
     for choice in choices:
         if choice["settled"] and " none " in choice["size_class"]:
             threads = ", several threads" if choice["parallel"] else ""
-            return f"chosen in {choice['trials']} trials: {_variant(choice)}{threads}"
+            stores = "non-temporal" if choice["stream_payload"] else "ordinary"
+            copies = "one copy" if choice["single_copy"] else f"two copies with {stores} stores"
+            pieces = f"pieces of {choice['piece_bytes'] // 1024} KiB"
+            return f"chosen in {choice['trials']} trials: {copies}, {pieces}{threads}"
     return "nothing chosen by trials"
-
-
-def describe_messages(messages: list[dict[str, Any]]) -> str:
-    """Describe what trials chose for messages of send and recv, by direction."""
-    chosen = {
-        bool(message["sends"]): _variant(choice)
-        for message in messages
-        for choice in message["choices"]
-        if choice["settled"]
-    }
-    sent, received = (chosen.get(sends, "nothing chosen by trials") for sends in (True, False))
-    return f"by rank 0: {sent}; to rank 0: {received}"
-
-
-def _variant(choice: dict[str, Any]) -> str:
-    """Describe how a choice moves a tensor."""
-    if choice["single_copy"]:
-        copies = "one copy"
-    else:
-        copies = f"two copies with {'non-temporal' if choice['stream_payload'] else 'ordinary'} stores"
-    return f"{copies}, pieces of {choice['piece_bytes'] // 1024} KiB"
 
 
 def describe_threads(threads: int) -> str:
@@ -313,12 +293,6 @@ def self_test(rank: int, world_size: int) -> dict[str, Any]:
     zeros = torch.zeros(NUMEL)
     for _ in range(TRIAL_CALLS):
         collectives.all_reduce(zeros)
-    for _ in range(MESSAGES if rank < 2 <= world_size else 0):
-        for sender in (0, 1):
-            if rank == sender:
-                collectives.send(zeros, 1 - rank)
-            else:
-                collectives.recv(zeros, 1 - rank)
     if world_size > 1 and error == 0:
         problems.append("int8: nothing was lost, so nothing was compressed")
 
@@ -331,7 +305,6 @@ def self_test(rank: int, world_size: int) -> dict[str, Any]:
         "reason": info["reason"],
         "single_copy": str(info.get("single_copy", "ranks share no memory")),
         "choices": info.get("choices", []),
-        "messages": info.get("messages", []),
         "threads": info.get("threads", 1),
     }
 

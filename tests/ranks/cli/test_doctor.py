@@ -39,9 +39,6 @@ def test_this_machine_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     engine = results["engine"]
     assert engine["runtime"] == "native" and engine["problems"] == []
     assert all(us > 0 for us in engine["median_us"].values())
-    assert "messages of 1 MiB by rank 0: " in engine["summary"]
-    tried = {message["sends"] for message in engine["messages"] if message["choices"][0]["trials"] > 0}
-    assert tried == {True, False}
 
 
 def test_text_has_a_line_per_check(
@@ -57,21 +54,23 @@ def test_text_has_a_line_per_check(
     ("choice", "text"),
     [
         ({"settled": False}, "nothing chosen by trials"),
-        ({"single_copy": True}, "one copy, pieces of 128 KiB"),
-        ({"stream_payload": False}, "two copies with ordinary stores, pieces of 128 KiB"),
-        ({"stream_payload": True}, "two copies with non-temporal stores, pieces of 128 KiB"),
+        ({"single_copy": True}, "chosen in 9 trials: one copy, pieces of 128 KiB"),
+        ({"stream_payload": False}, "chosen in 9 trials: two copies with ordinary stores, pieces of 128 KiB"),
+        (
+            {"stream_payload": True},
+            "chosen in 9 trials: two copies with non-temporal stores, pieces of 128 KiB",
+        ),
     ],
 )
-def test_choices_for_messages_are_described(choice: dict[str, Any], text: str) -> None:
-    choice = {"settled": True, "piece_bytes": 128 * 1024, "single_copy": False, **choice}
-    messages = [{"peer": 1, "sends": True, "choices": [choice]}, {"peer": 1, "sends": False, "choices": []}]
-    expected = f"by rank 0: {text}; to rank 0: nothing chosen by trials"
-    assert checks.describe_messages(messages) == expected
+def test_choices_are_described(choice: dict[str, Any], text: str) -> None:
+    usual = {"settled": True, "size_class": "1 MiB none sum", "piece_bytes": 128 * 1024, "trials": 9}
+    usual |= {"single_copy": False, "stream_payload": False, "parallel": False}
+    assert checks.describe_choices([usual | choice]) == text
 
 
 def _self_test_result(**change: Any) -> dict[str, Any]:
     result = {"problems": [], "digest": "d", "median_us": {"none": 1.0}, "runtime": "native", "reason": "w"}
-    return {**result, "choices": [], "messages": [], "threads": 1, "single_copy": "switched off", **change}
+    return {**result, "choices": [], "threads": 1, "single_copy": "switched off", **change}
 
 
 @pytest.mark.parametrize(
@@ -104,8 +103,6 @@ def test_self_test_detects_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     from dtcomm import collectives
 
     monkeypatch.setattr(collectives, "info", lambda: {"runtime": "native", "reason": ""})
-    for message in ("send", "recv"):
-        monkeypatch.setattr(collectives, message, lambda x, peer: None)
     monkeypatch.setattr(collectives, "all_reduce", lambda x, codec="none": None)
     assert len(checks.self_test(0, 2)["problems"]) == 2
     monkeypatch.setattr(collectives, "all_reduce", lambda x, codec="none": x.mul_(1.5))
