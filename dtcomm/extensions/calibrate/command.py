@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -14,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtcomm.cli import COLOURS, show_progress, styled_pyplot, write_json
+from dtcomm.cli import show_progress, write_json
 from dtcomm.extensions.calibrate.calibration import CANDIDATES, Batch, Calibration, calibrate
 from dtcomm.profiling.summary import format_table
-from dtcomm.system import save_figure
 from dtcomm.tp.hf_transformers import from_folder
 from dtcomm.tp.layer_plan import PLANS
 
@@ -75,14 +73,11 @@ def _add_calibrate(commands: Any) -> None:
     add("--length", type=int, default=128, help="for a folder: tokens per row (128)")
     add("--out", type=Path, default=Path("tp-plan.json"), help="the plan file (tp-plan.json)")
     add("--json", metavar="FILE", help="write all figures as JSON; - writes to standard output")
-    add("--plot", type=Path, metavar="FILE", help="plot the divergence of the logits by layer and codec")
     add("--quiet", action="store_true", help="no progress")
 
 
 def run_calibration(options: argparse.Namespace) -> int:
     """Measure the layers of a model, write the plan, and show the figures."""
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError("--plot needs matplotlib: pip install matplotlib")
     model, batches, plan = _load(options)
 
     def progress(done: int, total: int) -> None:
@@ -96,9 +91,6 @@ def run_calibration(options: argparse.Namespace) -> int:
     layers = {name: {"kind": entry.kind, "codec": entry.codec} for name, entry in entries}
     if write_json({**calibration.to_dict(), "layers": layers}, options.json, allow_nan=True):
         show(calibration)
-    if options.plot is not None:
-        plot(calibration, options.plot)
-        print(f"Wrote {options.plot}", file=sys.stderr)
     _wrote(options.out)
     return 0
 
@@ -156,26 +148,3 @@ def show(calibration: Calibration) -> None:
         rows.append([name, *cells, str(calibration.layers[name].codec)])
     print("relative error of a layer's output / change of perplexity, only that layer compressed")
     print("\n".join([*format_table(head, rows, left=(0, len(head) - 1)), *plan_summary(calibration)]))
-
-
-def plot(calibration: Calibration, path: Path) -> None:
-    """Plot the divergence of the logits for each layer and codec, with rings around the plan's choices."""
-    names = list(calibration.errors)
-    with styled_pyplot() as pyplot:
-        figure, axes = pyplot.subplots(figsize=(8, 1.6 + 0.28 * len(names)), layout="constrained")
-        for colour, spec in zip(COLOURS[1:] * 3, [spec for spec in calibration.bits if spec != "none"]):
-            values = [max(calibration.errors[name][spec].divergence, 1e-9) for name in names]
-            axes.scatter(values, range(len(names)), s=26, color=colour, label=spec, zorder=3)
-            down = [at for at, name in enumerate(names) if calibration.layers[name].codec == spec]
-            across = [values[at] for at in down]
-            axes.scatter(across, down, s=110, facecolors="none", edgecolors=colour, zorder=3)
-        axes.set_xscale("log")
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.grid(visible=True)
-        axes.set_xlabel("divergence of the logits, nats per token, only that layer compressed")
-        limit = f"{100 * calibration.budget:g} % of perplexity"
-        axes.set_title(f"rings: the plan within {limit}, {calibration.ranks} ranks")
-        figure.legend(loc="outside right upper", frameon=False, fontsize=8.5)
-        save_figure(figure, path)
-        pyplot.close(figure)

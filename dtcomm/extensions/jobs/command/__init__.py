@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from dtcomm import env
@@ -48,92 +47,44 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     parser, commands = _parsers()
-    if not words or words[0] in ("-h", "--help"):
-        print(_overview(), file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
-    chosen = commands.get(words[0])
-    if chosen is None:
-        _refuse_command(parser, commands, words)
-    _refuse_flags(chosen, commands, words[1:])
-    arguments = chosen.parse_args(words[1:])
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        chosen.error("--plot needs matplotlib: pip install matplotlib")
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    if words[0] in commands:
+        _refuse_unknown_flags(commands[words[0]], words[1:])
+    arguments = parser.parse_args(words)
     try:
-        return COMMANDS[words[0]].run(arguments)
+        return COMMANDS[arguments.command].run(arguments)
     except ValueError as error:
-        chosen.error(str(error))
+        commands[arguments.command].error(str(error))
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     """Return the parser of the command and those of its subcommands."""
-    options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "add_help": False}
-    parser = _Parser(prog="dtcomm plan", description=DESCRIPTION, **options)
-    group = parser.add_subparsers(title="commands", prog="dtcomm plan")
+    options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    first = [f"  dtcomm plan {command.examples[0]}" for command in COMMANDS.values()]
+    parser = _Parser(
+        prog="dtcomm plan", description=DESCRIPTION, epilog="\n".join(["examples", *first]), **options
+    )
+    group = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         lines = ["examples", *(f"  dtcomm plan {line}" for line in command.examples)]
         own = group.add_parser(
             name, help=command.help, description=f"Predict {command.help}.", usage=f"%(prog)s {command.usage}",
-            epilog="\n".join([*lines, "", command.note] if command.note else lines), **options,
+            epilog="\n".join([*lines, "", command.note] if command.note else lines),
+            add_help=False, **options,
         )  # fmt: skip
         own.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
         command.add_flags(own)
     return parser, dict(group.choices)
 
 
-def _overview() -> str:
-    """Return what each subcommand is for, in a line, and an example of it."""
-    lines = ["usage: dtcomm plan COMMAND [options]", "", DESCRIPTION, ""]
-    lines += [f"  {name:<11} {command.help}" for name, command in COMMANDS.items()]
-    lines += ["", *(f"  dtcomm plan {command.examples[0]}" for command in COMMANDS.values())]
-    return "\n".join([*lines, "", "dtcomm plan COMMAND --help describes a command."])
-
-
-def _takes(parser: argparse.ArgumentParser, word: str) -> bool:
-    """Return whether a parser has a flag, also one that is shortened, or takes a name as its first argument."""
-    for action in parser._actions:
-        if not action.option_strings:
-            found = word in (action.choices or ())
-        elif word.startswith("--"):
-            found = any(flag.startswith(word) for flag in action.option_strings)
-        else:
-            found = word[:2] in action.option_strings
-        if found:
-            return True
-    return False
-
-
-def _named(names: Sequence[str]) -> str:
-    return f"dtcomm plan {' and '.join(part for part in (', '.join(names[:-1]), names[-1]) if part)}"
-
-
-def _flags(words: Sequence[str]) -> list[str]:
-    return [word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)]
-
-
-def _refuse_flags(chosen: _Parser, commands: Mapping[str, _Parser], words: Sequence[str]) -> None:
-    """Refuse flags of other subcommands before their values are taken for something else."""
-    for flag in _flags(words):
-        if _takes(chosen, flag):
-            continue
-        if owners := [name for name, parser in commands.items() if _takes(parser, flag)]:
-            chosen.error(f"{flag} belongs to {_named(owners)}")
-        if flag.lstrip("-").replace("-", "_") in flags.STEP_KEYS:
-            chosen.error(f"{flag}: no such flag; step_ms and its like are keys of --model")
-        known = [name for action in chosen._actions for name in action.option_strings]
-        chosen.error(f"{flag}: no such flag{suggest(flag, known)}")
-
-
-def _refuse_command(parser: _Parser, commands: Mapping[str, _Parser], words: Sequence[str]) -> NoReturn:
-    """Say which subcommand was probably meant: one that takes the first word and all flags."""
-    first = words[0]
-    given = (
-        [first, *_flags(words)] if any(_takes(other, first) for other in commands.values()) else _flags(words)
-    )
-    fits = [name for name, other in commands.items() if given and all(_takes(other, word) for word in given)]
-    telling = 0 < len(fits) < len(commands)
-    meant = f"; these arguments belong to {_named(fits)}" if telling else suggest(first, commands)
-    what = f"no command before {first}" if first.startswith("-") else f"{first!r} is not a command"
-    parser.error(f"{what}; valid: {', '.join(commands)}{meant}")
+def _refuse_unknown_flags(parser: _Parser, words: Sequence[str]) -> None:
+    """Refuse unknown flags before their values are taken for something else."""
+    known = [name for action in parser._actions for name in action.option_strings]
+    for flag in (word.partition("=")[0] for word in words):
+        if re.match("--[a-z]", flag) and not any(name.startswith(flag) for name in known):
+            parser.error(f"{flag}: no such flag{suggest(flag, known)}")
 
 
 def _collective(arguments: argparse.Namespace) -> int:
@@ -175,7 +126,7 @@ COMMANDS = {
         _collective,
         (
             "collective all_reduce --system h100 --hosts 2 -b 1M -e 8G --codec int8",
-            "collective --inside nvlink4 --between 400gbit --hosts 4 --plot plan.png",
+            "collective --inside nvlink4 --between 400gbit --hosts 4",
             "collective --links 0-1=1gbit:75ms,0-2=500mbit:40ms,1-2=1gbit:90ms",
         ),
         "algbw and busbw count uncompressed bytes, as nccl-tests does; GB is 1e9 bytes,\n"
@@ -219,9 +170,6 @@ def _table(arguments: argparse.Namespace, system: System | None) -> Table:
 def _write(arguments: argparse.Namespace, sweeps: Sequence[Sweep], training: Training | None) -> None:
     if write_json(as_dict(sweeps, training), arguments.json):
         report.print_plan(sweeps, training)
-    if arguments.plot is not None:
-        report.plot(sweeps, training, arguments.plot)
-        print(f"Wrote {arguments.plot}", file=sys.stderr)
 
 
 def as_dict(sweeps: Sequence[Sweep], training: Training | None) -> dict[str, Any]:

@@ -257,7 +257,6 @@ def _add_algorithm(group: Any) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
-    add("--plot", metavar="FILE", type=_file_to_write, nargs="?", const="plan.png", help="plot the estimates")
     add("--json", "-J", metavar="FILE", type=_file_to_write, nargs="?", const="-",
         help="JSON: to FILE, or instead of tables")  # fmt: skip
 

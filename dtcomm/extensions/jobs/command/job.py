@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
-from dtcomm.cli import COLOURS, new_table, styled_pyplot, write_json
+from dtcomm.cli import new_table, write_json
 from dtcomm.extensions.jobs import AXES, JobPlan, JobStep, SiteMethod, across_sites, search
 from dtcomm.extensions.jobs.command.flags import count_name
 from dtcomm.extensions.jobs.command.options import JobOptions, codec_specs, job_options
@@ -18,7 +17,6 @@ from dtcomm.extensions.jobs.command.report import Output
 from dtcomm.extensions.jobs.rank_costs import PARTS
 from dtcomm.extensions.jobs.search import family
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, size_name, time_name
-from dtcomm.system import save_figure
 
 AXIS_NAMES = {"dp": "gradients (dp)", "params": "parameters (params)", "tp": "tensor (tp)"}
 AXIS_NAMES |= {"pp": "pipeline (pp)", "cp": "context (cp)", "ep": "experts (ep)"}
@@ -35,7 +33,7 @@ ASSUMPTIONS = (
 
 
 def plan_job(arguments: argparse.Namespace) -> int:
-    """Search, print, and write what was asked for; return 0, or 1 if nothing fits."""
+    """Search, and print or write what was found; return 0, or 1 if nothing fits."""
     chosen = job_options(arguments)
     plan = search(chosen.job, chosen.codecs, chosen.fixed)
     methods: list[SiteMethod] = []
@@ -43,12 +41,6 @@ def plan_job(arguments: argparse.Namespace) -> int:
         methods = across_sites(plan.winner, chosen.wide_area, codec_specs(arguments, WAN_CODECS))
     if write_json(as_dict(plan, chosen, methods), arguments.json):
         print_job(plan, chosen, methods)
-    if arguments.plot is not None:
-        if plan.winner is None:
-            print("dtcomm plan: --plot: nothing fits, so nothing is plotted", file=sys.stderr)
-        else:
-            plot(plan, chosen, methods, arguments.plot)
-            print(f"Wrote {arguments.plot}", file=sys.stderr)
     return 0 if plan.winner is not None else 1
 
 
@@ -209,56 +201,3 @@ def _sites_table(methods: Sequence[SiteMethod], options: JobOptions) -> Table:
         times = time_name(method.seconds), time_name(method.exposed)
         table.add_row(method.method, method.codec, *times, size_name(round(method.bytes_per_step)), peak)
     return table
-
-
-def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path: str) -> None:
-    """Draw what the step of each candidate consists of, and its memory; or the steps across sites."""
-    steps = plan.rows[::-1]
-    labels = [f"{_marked(plan, step)}: {step.layout}".replace(", micro", "\nmicro") for step in steps]
-    with styled_pyplot() as pyplot:
-        figure, (left, right) = pyplot.subplots(
-            1, 2, figsize=(14, 1.6 + 0.6 * max(len(steps), len(methods))), sharey=not methods
-        )
-        parts = [
-            ("computing", [step.compute - step.recompute for step in steps]),
-            ("recomputation", [step.recompute for step in steps]),
-            ("bubble", [step.bubble for step in steps]),
-            ("optimizer", [step.optimizer for step in steps]),
-            *((f"exposed {axis}", [step.exposed[axis] for step in steps]) for axis in AXES),
-        ]
-        _stacked(left, labels, [part for part in parts if any(part[1])], "seconds of a step")
-        if methods:
-            names = [f"{method.method}, {method.codec}" for method in methods[::-1]]
-            inside = methods[0].seconds - methods[0].exposed
-            exposed = "exposed", [method.exposed for method in methods[::-1]]
-            bars = ("inside a site", [inside] * len(methods)), exposed
-            _stacked(right, names, bars, "seconds of a step across sites")
-        else:
-            memory = [(name, [getattr(step.memory, name) / 2**30 for step in steps]) for name in PARTS]
-            device = plan.job.system.device
-            limit = f"{device.memory_gib:g} GiB of {device.name}"
-            right.axvline(device.memory_gib, color=COLOURS[3], linestyle="--", linewidth=1, label=limit)
-            _stacked(right, labels, [part for part in memory if any(part[1])], "GiB of a rank")
-        model, system = plan.job.model, plan.job.system
-        figure.suptitle(
-            f"{model.name} on {system.ranks} x {system.device.name}, {plan.job.batch} x {plan.job.seq} tokens"
-        )
-        figure.tight_layout()
-        save_figure(figure, path)
-        pyplot.close(figure)
-
-
-def _stacked(
-    axes: Any, labels: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], name: str
-) -> None:
-    begin = [0.0] * len(labels)
-    places = range(len(labels))
-    for at, (part, values) in enumerate(parts):
-        colour = COLOURS[at % len(COLOURS)]
-        axes.barh(
-            places, values, left=begin, label=part, color=colour, hatch="//" if at >= len(COLOURS) else None
-        )
-        begin = [start + value for start, value in zip(begin, values)]
-    axes.set_yticks(list(places), labels)
-    axes.set_xlabel(name)
-    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)

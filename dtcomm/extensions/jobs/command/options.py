@@ -99,7 +99,7 @@ def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) ->
 
 #: Flags that would be ignored beside --links.
 BESIDE_LINKS = (
-    "system", "between", "topology", "device", "hosts", "ranks", "nics", "algorithm", "plot", "fabric", "leaf_hosts",
+    "system", "between", "topology", "device", "hosts", "ranks", "nics", "algorithm", "fabric", "leaf_hosts",
     "oversubscription",
 )  # fmt: skip
 

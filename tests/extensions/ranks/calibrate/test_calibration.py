@@ -78,13 +78,12 @@ def test_the_plan_has_the_fewest_bits_within_its_budget() -> None:
 def test_compress_reads_the_plan_that_the_command_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    plan = tmp_path / "plan.json"
     model = f"{__name__}:model_batches_and_plan"
     arguments = f"tp calibrate {model} --codecs int8 int3 --quiet --budget 5 --out {plan}".split()
-    assert main([*arguments, "--plot", str(picture)]) == 0
+    assert main(arguments) == 0
     output = capsys.readouterr().out
     assert "blocks.0.down" in output and "bits per element on the wire" in output
-    assert picture.stat().st_size > 5000
     assert main([*arguments, "--json", "-"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["errors"]["head"]["int3"]["relative"] > result["errors"]["head"]["int8"]["relative"]

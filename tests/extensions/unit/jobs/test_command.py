@@ -264,7 +264,7 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
         ("step --codec powersgd --model 7B,step_ms=1", "--codec powersgd: not modelled"),
         ("collective --system h100 --cores 8", "--cores 8: only valid for CPU ranks; the device is h100"),
         ("collective --algorithm rings", "'rings' is not one of auto, all"),
-        ("collective --plot /no/where.png", "there is no folder /no"),
+        ("collective --json /no/where.json", "there is no folder /no"),
         ("collective -b 2M -e 1M", "-e 1048576: less than -b 2097152"),
         ("collective -d quarter", "argument -d/--datatype: 'quarter' is not one of int8"),
         ("step", "one of the arguments --model --record is required"),
@@ -281,7 +281,7 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
             "params: 'x' is not a number of at least 1; valid: 8192, 350M, 70B",
         ),
         ("step --model llama-70b", "7e9; the name of a model stands alone, in `dtcomm plan job`"),
-        ("step --model 7B --step_ms 3", "--step_ms: no such flag; step_ms and its like are keys of --model"),
+        ("step --model 7B --step_ms 3", "--step_ms: no such flag"),
         (
             "step --model 7B,step_ms=1 --paramters int8",
             "--paramters: no such flag (did you mean '--parameters'?)",
@@ -304,24 +304,9 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
             "give a larger bucket=, so that there are at most 1,000,000",
         ),
         ("step --record /nowhere.json", "argument --record: /nowhere.json: there is no such file"),
-        # Another subcommand
-        ("collective --sites 2", "--sites belongs to dtcomm plan sites ("),
-        ("job --model gpt2 --wan 1gbit", "--wan belongs to dtcomm plan sites ("),
-        ("step --model 70B,step_ms=1 -b 1M", "-b belongs to dtcomm plan collective ("),
-        ("job --model gpt2 --cores=4", "--cores belongs to dtcomm plan collective and step ("),
-        (
-            "collective --model 7B",
-            "--model belongs to dtcomm plan step, job and sites (",
-        ),
-        ("stp", "'stp' is not a command; valid: collective, step, job, sites (did you mean 'step'?)"),
-        ("all_reduce --hosts 2", "these arguments belong to dtcomm plan collective"),
-        (
-            "--model llama-8b --system h100 --sites 2",
-            "no command before --model; valid: collective, step, job, sites; "
-            "these arguments belong to dtcomm plan sites",
-        ),
-        ("--model 7B,tokens=1", "these arguments belong to dtcomm plan step, job and sites ("),
-        ("--hosts 2", "no command before --hosts; valid: collective, step, job, sites ("),
+        ("collective --sites 2", "dtcomm plan collective: error: --sites: no such flag"),
+        ("stp", "argument COMMAND: invalid choice: 'stp'"),
+        ("--hosts=2", "the following arguments are required: COMMAND"),
     ],
 )
 def test_wrong_arguments_are_refused(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,17 +320,17 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     text = capsys.readouterr().err
     for name in COMMANDS:
-        assert re.search(rf"^  {name} +\w.*$", text, re.MULTILINE) and f"\n  dtcomm plan {name} " in text
-    assert main(["--help"]) == 0
+        assert re.search(rf"^    {name}\s+\w.*$", text, re.MULTILINE) and f"\n  dtcomm plan {name} " in text
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
     assert capsys.readouterr().out == text
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_short_and_its_examples_run(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)  # one of them writes a plot
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     text = capsys.readouterr().out
@@ -354,15 +339,6 @@ def test_help_is_short_and_its_examples_run(
     assert examples
     for example in examples:
         assert plan_as_json(capsys, *example.split())["version"] == 1
-
-
-def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    step = ["step", "--system", "h100", "--model", "params=1e9,step_ms=100"]
-    for name, argv in (("collective.png", PLAN), ("step.png", step)):
-        path = tmp_path / name
-        assert main([*argv, "--plot", str(path), "--json"]) == 0
-        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
 
 
 def test_fsdp_keeps_residuals_of_codecs_that_do_not_converge_without_feedback(

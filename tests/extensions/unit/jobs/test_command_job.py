@@ -83,14 +83,6 @@ def test_sites(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("command", [JOB, SITES])
-def test_a_plot(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "job.png"
-    assert main([*command.split(), "--plot", str(picture), "--json", str(tmp_path / "job.json")]) == 0
-    assert picture.read_bytes()[:4] == b"\x89PNG" and "Wrote" in capsys.readouterr().err
-
-
 def test_a_job_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["job", "--model", "llama-405b", "--system", "a100"]) == 1
     text = capsys.readouterr().out
