@@ -1,20 +1,14 @@
-"""What is attached to a `Reducer`: the guard, "auto", the timeline, the recorder of step times and
-the check that all ranks have registered the hook.
+"""What is attached to a `Reducer`: the guard, "auto", the timeline, and the check that all ranks have registered the
+hook.
 
 `dtcomm.ddp.DDPState` makes them; the reducer calls them in order.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +24,6 @@ from dtcomm.ddp.auto import Tuner, Verifier
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
 from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.streams import HOST_CALL_US, HOST_KERNEL_US, AsyncHostCopy, Streams
-from dtcomm.system import write_file
 
 _log = logging.getLogger("dtcomm")
 
@@ -234,65 +227,6 @@ class TimelineObserver(ReducerObserver):
             self._timeline.close_step([_message(bucket) for bucket in buckets], at_end=True)
 
 
-class BucketRecord(NamedTuple):
-    """One bucket: its uncompressed bytes, when it was ready and how long its collective took, in seconds."""
-
-    nbytes: int
-    ready: float
-    seconds: float
-
-
-class StepRecorder:
-    """Records when buckets were ready and how long each took, and writes one file for ``dtcomm plan step --record``.
-
-    The planner replays the times over another link. They are medians over the recorded steps; a step begins when its
-    first bucket is ready. The rank that ``writes`` notes ``ranks`` and ``codec`` in the file. ValueError if there is no
-    such folder, or ``steps`` is below 1.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], steps: int, ranks: int, codec: str, writes: bool
-    ) -> None:
-        if steps < 1:
-            raise ValueError(f"steps={steps}: expected at least 1")
-        self.path = Path(path)
-        if not self.path.absolute().parent.is_dir():
-            raise ValueError(f"path: there is no folder {self.path.parent}")
-        self._wanted, self._ranks, self._codec, self._writes = steps, ranks, codec, writes
-        self._steps: list[list[BucketRecord]] = []
-
-    def add_step(self, buckets: Sequence[BucketRecord]) -> bool:
-        """Add a step; return True once there are enough and the file is written."""
-        if buckets:
-            step = sorted(buckets, key=lambda bucket: bucket.ready)
-            if self._steps and len(self._steps[-1]) != len(step):
-                self._steps = []  # DDP rebuilds its buckets after the first step
-            self._steps.append(step)
-        if len(self._steps) <= self._wanted:
-            return False
-        if self._writes:
-            content = summarize_steps(self._steps, self._ranks, self._codec)
-            write_file(self.path, json.dumps(content, indent=1) + "\n")
-        return True
-
-
-class RecorderObserver(ReducerObserver):
-    """Gives the times of buckets to a `StepRecorder`, until it has enough."""
-
-    def __init__(self) -> None:
-        self.recorder: StepRecorder | None = None
-
-    def end_pass(self, step: int, buckets: list[InFlightBucket]) -> None:
-        """Record the step."""
-        if self.recorder is not None and self.recorder.add_step(
-            [
-                BucketRecord(bucket.plain_bytes, bucket.ready_s, bucket.work.seconds or 0.0)
-                for bucket in buckets
-            ]
-        ):
-            self.recorder = None
-
-
 def _message(bucket: InFlightBucket) -> MessageRecord:
     return MessageRecord(
         label=f"bucket {bucket.index}",
@@ -306,43 +240,6 @@ def _message(bucket: InFlightBucket) -> MessageRecord:
         done=bucket.finished_ns,
         spans=bucket.work.spans(),
     )
-
-
-def summarize_steps(steps: Sequence[Sequence[BucketRecord]], ranks: int, codec: str) -> dict[str, Any]:
-    """Return what ``dtcomm plan step --record`` reads; the last step only says when the one before it ended."""
-    count = statistics.mode(map(len, steps))
-    pairs = [(step, following[0].ready) for step, following in pairwise(steps) if len(step) == count]
-    if not pairs:
-        raise ValueError("record: no two steps in a row have the same buckets")
-    buckets = [
-        {
-            "bytes": pairs[-1][0][index].nbytes,
-            "ready_ms": _median_ms(step[index].ready - step[0].ready for step, _ in pairs),
-            "comm_ms": _median_ms(step[index].seconds for step, _ in pairs),
-        }
-        for index in range(count)
-    ]
-    return {
-        "ranks": ranks,
-        "codec": codec,
-        "steps": len(pairs),
-        "step_ms": _median_ms(end - step[0].ready for step, end in pairs),
-        # From the end of the last bucket to the first bucket of the next step.
-        "rest_ms": _median_ms(max(0.0, end - _last_end(step)) for step, end in pairs),
-        "buckets": buckets,
-    }
-
-
-def _last_end(step: Sequence[BucketRecord]) -> float:
-    # The collectives run one after the other.
-    free = 0.0
-    for bucket in step:
-        free = max(free, bucket.ready) + bucket.seconds
-    return free
-
-
-def _median_ms(seconds: Iterable[float]) -> float:
-    return round(statistics.median(seconds) * 1e3, 4)
 
 
 class RegistrationObserver(ReducerObserver):

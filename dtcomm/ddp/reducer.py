@@ -46,7 +46,6 @@ class InFlightBucket:
         ready_ns: When DDP called the hook (``time.monotonic_ns``, like the other two).
         launched_ns: When the hook returned.
         finished_ns: When the gradients were the mean and the residuals stored.
-        ready_s: When the collective was started, by ``time.perf_counter``.
         finished: The future that DDP waits for.
         residual_ratios: What was lost over the gradient of each of ``pending``, L2 norms, once the bucket was counted.
     """
@@ -62,7 +61,6 @@ class InFlightBucket:
     ready_ns: int = 0
     launched_ns: int = 0
     finished_ns: int = 0
-    ready_s: float = 0.0
     work: Work = field(init=False)
     finished: torch.futures.Future[torch.Tensor] | None = None
     residual_ratios: torch.Tensor | None = None
@@ -338,7 +336,6 @@ class Reducer:
         )
         for bucket_prepared in self._callbacks["bucket_prepared"]:
             bucket_prepared(in_flight)
-        in_flight.ready_s = time.perf_counter()
         in_flight.work = self._start(in_flight, prepared, streams, last=bucket.is_last())
         for bucket_started in self._callbacks["bucket_started"]:
             bucket_started(in_flight)

@@ -37,9 +37,7 @@ from dtcomm.ddp.layouts import Chooser
 from dtcomm.ddp.observers import (
     GuardObserver,
     LossScaleObserver,
-    RecorderObserver,
     RegistrationObserver,
-    StepRecorder,
     TimelineObserver,
     TunerObserver,
     UncompressedObserver,
@@ -149,7 +147,6 @@ class DDPState(Reporting):
         self.timeline = Timeline("ddp")
         if timeline:
             self.timeline.start(timeline)
-        self._recorder = RecorderObserver()
         self._loss_scale: LossScaleObserver | None = None
         if grad_scaler is not None and grad_scaler.is_enabled():
             self._loss_scale = LossScaleObserver(grad_scaler, self._reducer)
@@ -164,7 +161,6 @@ class DDPState(Reporting):
         if self._compresses:
             self._reducer.attach(UncompressedObserver(self._reducer, options["warmup"], group))
         self._reducer.attach(TimelineObserver(self.timeline))
-        self._reducer.attach(self._recorder)
 
     def _make_verifier(self, policy: Policy, options: Options) -> Verifier:
         verifier = Verifier(policy, options["verify"], options["warmup"], self._consensus)
@@ -298,16 +294,6 @@ class DDPState(Reporting):
             ValueError: No step was recorded; give ``timeline=100`` or call ``timeline.start()``.
         """
         return self.timeline.trace(path, checkpoint.rank_and_size(self.group)[0])
-
-    def record(self, path: str | os.PathLike[str], steps: int = 20) -> None:
-        """Record when buckets are ready and how long they take, for ``dtcomm plan step --record``.
-
-        Args:
-            path: The file, which rank 0 of the group writes once the step after the recorded ones has begun.
-            steps: The number of steps.
-        """
-        rank, ranks = checkpoint.rank_and_size(self.group)
-        self._recorder.recorder = StepRecorder(path, steps, ranks, str(self._chooser), writes=rank == 0)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by ``factor``, if the loss scale changed by that factor between two steps.

@@ -1,8 +1,8 @@
 """Predicts the time of a training step of data parallelism, for ``dtcomm plan step``.
 
 **DDP.** Gradients become ready bucket by bucket, and their communication overlaps the backward pass. Buckets are sent
-one after the other, each when it is ready and the previous one is complete. A step ends ``rest`` seconds (the optimizer
-and what else precedes the next backward pass) after both the backward pass and the last bucket are complete.
+one after the other, each when it is ready and the previous one is complete. A step ends when both the backward pass and
+the last bucket are complete.
 
 **Cores.** CPU ranks compute and communicate on the same cores. What a message takes of them is added to computing, and
 a message cannot take less time than that. The constants were fitted to DDP's steps of an MLP of 25 M parameters and a
@@ -14,9 +14,8 @@ gradients are reduce-scattered after its backward. Gathers and reductions take p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -33,11 +32,10 @@ FIRST_BUCKET_BYTES = MIB  # as in DDP, so that communication starts early
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A bucket: ``ready`` seconds after the step's start; ``measured`` seconds of communication, 0 if unknown."""
+    """A bucket: ``ready`` seconds after the step's start."""
 
     nbytes: int
     ready: float
-    measured: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +76,10 @@ def even_buckets(params: float, itemsize: int, step: float, bucket_bytes: int) -
 
 def replay(
     buckets: Sequence[Bucket],
-    rest: float,
     seconds: Callable[[Bucket], float],
     delay: Callable[[Bucket], float] = lambda bucket: 0.0,
 ) -> TrainingStep:
-    """Return a step of DDP whose buckets, in the order in which they become ready, are followed by ``rest`` seconds.
+    """Return a step of DDP with buckets in the order in which they become ready.
 
     ``seconds`` returns the time of a bucket's communication, ``delay`` the time by which that delays computing.
     """
@@ -93,7 +90,7 @@ def replay(
         free = max(free, bucket.ready + delayed) + duration
         delayed += delay(bucket)
     ready = max((bucket.ready for bucket in buckets), default=0.0)
-    return TrainingStep(seconds=max(free, ready + delayed) + rest, compute=ready + rest, communication=total)
+    return TrainingStep(seconds=max(free, ready + delayed), compute=ready, communication=total)
 
 
 def replay_sharded(
@@ -166,48 +163,3 @@ def message_core_seconds(system: System, message: Estimate, spec: Codec, dtype: 
     inside = total.inside * payload / (system.inside.bandwidth * LINK_REACH[system.engine])
     coded = (total.encode + total.decode) * chunk
     return coded * ELEMENT_SECONDS + 2 * total.between * payload * BYTE_SECONDS + inside
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """A recorded run: its buckets, the seconds after them, and the measured time of its steps."""
-
-    buckets: tuple[Bucket, ...]
-    rest: float
-    step: float
-    ranks: int
-    codec: str
-
-    def replayed(self) -> TrainingStep:
-        """Return the step replayed with the run's own bucket times; compare it with ``step``."""
-        return replay(self.buckets, self.rest, lambda bucket: bucket.measured)
-
-    @property
-    def error(self) -> float | None:
-        """The relative error of the replay with the run's own times; None if the run has recorded none."""
-        if self.step <= 0 or not all(bucket.measured > 0 for bucket in self.buckets):
-            return None
-        return self.replayed().seconds / self.step - 1
-
-
-def parse_record(fields: Mapping[str, Any], source: str = "") -> RunRecord:
-    """Read a run's record; errors start with ``source``.
-
-    Its form is ``{"ranks": 2, "codec": "none", "step_ms": 90, "rest_ms": 12, "buckets": [{"bytes": 1048576, "ready_ms":
-    40, "comm_ms": 3}, …]}``. Times count from the step's start; ``comm_ms`` and ``rest_ms`` may be missing.
-    """
-    try:
-        buckets = []
-        for row in fields["buckets"]:
-            ready, measured = (float(row["ready_ms"]) * 1e-3, float(row.get("comm_ms", 0)) * 1e-3)
-            buckets.append(Bucket(nbytes=int(row["bytes"]), ready=ready, measured=measured))
-        if not buckets or any(bucket.nbytes < 0 or bucket.ready < 0 for bucket in buckets):
-            raise ValueError("buckets: expected at least one, with bytes and ready_ms of at least 0")
-        rest, step = (float(fields.get(name, 0)) * 1e-3 for name in ("rest_ms", "step_ms"))
-        ranks, spec = int(fields.get("ranks", 0)), str(fields.get("codec", "none"))
-        ordered = tuple(sorted(buckets, key=lambda bucket: bucket.ready))
-        return RunRecord(buckets=ordered, rest=rest, step=step, ranks=ranks, codec=spec)
-    except KeyError as error:
-        raise ValueError(f"{source or 'record'}: no {error}") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source or 'record'}: {error}") from None

@@ -24,7 +24,7 @@ from dtcomm.extensions.jobs.command.options import (
     step_options,
     system_of,
 )
-from dtcomm.extensions.jobs.command.training import Training, of_model, of_record
+from dtcomm.extensions.jobs.command.training import Training, of_model
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.sweep import Sweep, run_sweep
 from dtcomm.planner import parse as parse_table
@@ -101,8 +101,7 @@ def _collective(arguments: argparse.Namespace) -> int:
 def _step(arguments: argparse.Namespace) -> int:
     options = step_options(arguments)
     table = _table(arguments, options.system)
-    estimate = of_model if options.model is not None else of_record
-    training = estimate(options, table)
+    training = of_model(options, table)
     _write(arguments, [messages.sweep for messages in training.messages], training)
     return 0
 
@@ -134,7 +133,7 @@ COMMANDS = {
     ),
     "step": _Command(
         "a training step of DDP or FSDP on links: its time, and which codec pays",
-        "[ddp|fsdp] (--model K=V,… | --record FILE) [options]",
+        "[ddp|fsdp] --model K=V,… [options]",
         flags.add_step,
         _step,
         (
@@ -184,5 +183,5 @@ def as_dict(sweeps: Sequence[Sweep], training: Training | None) -> dict[str, Any
         "break_even_bytes": first.break_even, "verdicts": first.verdicts if training is None else [training.verdict],
         "assumptions": first.assumptions if training is None else training.assumptions,
         "not_estimated": sorted({name for sweep in sweeps for name in sweep.skipped}),
-        **({} if training is None else {training.kind: training.as_dict()}),
+        **({} if training is None else {"model": training.as_dict()}),
     }  # fmt: skip

@@ -142,23 +142,17 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("strategy", metavar="ddp|fsdp", nargs="?", choices=STRATEGIES, type=_name_of(STRATEGIES),
         help="ddp all-reduces gradients in buckets; fsdp gathers the parameters of each layer twice and "
         "reduce-scatters its gradients (default ddp)")  # fmt: skip
-    one_of = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
     keys = (
         f"[trainable=20M] [mfu={DEFAULT_MFU}] [compute={'|'.join(COMPUTE_TYPES)}] [dtype=fp32|bf16|fp16] [bucket=25M] "
         "[layers=32]"
     )
-    _add_rows(one_of, (
-        ("--model", "K=V,…", _model, f"params=7B and tokens=8192 (of a rank and step) or step_ms=900; {keys}"),
-        ("--record", "FILE", existing_file, "replay a run, which state.record of dtcomm.ddp wrote"),
-    ))  # fmt: skip
+    parser.add_argument_group("the model").add_argument("--model", metavar="K=V,…", type=_model, required=True,
+        help=f"params=7B and tokens=8192 (of a rank and step) or step_ms=900; {keys}")  # fmt: skip
     _add_system(parser, cpus=True)
     group = parser.add_argument_group("what to compare")
     _add_codec(group)
     _add_algorithm(group)
-    _add_rows(group, (
-        ("--parameters", "SPEC", str, "codec of what fsdp gathers (default none)"),
-        ("-d --datatype", "TYPE", _datatype, "of a record's gradients (default float)"),
-    ))  # fmt: skip
+    group.add_argument("--parameters", metavar="SPEC", help="codec of what fsdp gathers (default none)")
     _add_output(parser)
 
 

@@ -42,7 +42,7 @@ class LinksOptions:
 class StepOptions:
     """A step of DDP or FSDP to plan.
 
-    ``parameters`` is the codec of the parameters that FSDP gathers, ``dtype`` that of a record's gradients.
+    ``parameters`` is the codec of the parameters that FSDP gathers.
     """
 
     strategy: str
@@ -50,9 +50,7 @@ class StepOptions:
     codecs: list[str]
     parameters: str
     algorithms: list[str]
-    dtype: torch.dtype
-    model: TrainingModel | None
-    record: Path | None
+    model: TrainingModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +124,7 @@ def links_options(arguments: argparse.Namespace) -> LinksOptions:
 def step_options(arguments: argparse.Namespace) -> StepOptions:
     """Return the step of ``dtcomm plan step``."""
     strategy, model = arguments.strategy or "ddp", arguments.model
-    if arguments.record is None and arguments.datatype is not None:
-        name = str(arguments.datatype).removeprefix("torch.")
-        raise ValueError(f"-d: only valid with --record; valid: --model …,dtype={name}")
     if strategy == "fsdp":
-        _refuse(arguments, ["record"], "a record is of DDP's buckets; valid: dtcomm plan step ddp --record")
         _refuse(arguments, ["algorithm"], "not valid with fsdp, whose steps are planned with auto")
     else:
         _refuse(
@@ -138,12 +132,10 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
             "only FSDP gathers parameters; valid: dtcomm plan step fsdp --parameters. --codec is that of gradients",
         )  # fmt: skip
     system = system_of(arguments)
-    if model is not None:
-        model.compute_seconds(system.device)
+    model.compute_seconds(system.device)  # raises if the device's peak is not known
     return StepOptions(
         strategy=strategy, system=system, codecs=codec_specs(arguments), algorithms=algorithm_names(arguments),
-        parameters=str(codecs.codec(arguments.parameters or "none")), dtype=arguments.datatype or torch.float32,
-        model=model, record=arguments.record,
+        parameters=str(codecs.codec(arguments.parameters or "none")), model=model,
     )  # fmt: skip
 
 

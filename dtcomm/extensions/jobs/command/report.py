@@ -55,8 +55,6 @@ def print_plan(sweeps: Sequence[Sweep], training: Training | None) -> None:
             if hidden := len(messages.counts) - len(largest):
                 out.text(f"and {hidden} other sizes with fewer bytes (--json has all)")
         out.print(_training_table(training))
-        for note in training.notes:
-            out.text(note, "dim")
     if skipped := sorted({name for sweep in sweeps for name in sweep.skipped}):
         out.text(f"not estimated because the schedule is too large: {', '.join(skipped)}")
     out.assumed(sweeps[0].assumptions if training is None else training.assumptions)

@@ -1,4 +1,4 @@
-"""Training steps for ``dtcomm plan``: estimated from the size of a model, or replayed from the record of a run.
+"""Training steps for ``dtcomm plan step``, estimated from the size of a model.
 
 A step consists of messages, whose estimates are a `Sweep` in the dtype and at the sizes of the step. Its times and its
 one verdict are computed from these.
@@ -31,7 +31,6 @@ from dtcomm.extensions.jobs.sweep import (
 )
 from dtcomm.extensions.jobs.training_model import Bucket, TrainingStep
 from dtcomm.planner.cost_model import Table
-from dtcomm.planner.links import read_json
 
 MAX_BUCKETS = 1_000_000  # more would take minutes to replay
 #: What dtcomm.fsdp sums lossy gradients with, so that none is encoded again at every hop.
@@ -60,15 +59,12 @@ class Messages:
         """Return the seconds by which a message delays the computing on its rank's cores."""
         return self.core_seconds[str(codec), nbytes] / predict.cores_per_rank(self.sweep.system)
 
-    def replay(
-        self, codec: Codec, buckets: Sequence[Bucket], rest: float, delays: bool = True
-    ) -> TrainingStep:
-        """Return the step; ``delays`` says whether messages delay computing."""
+    def replay(self, codec: Codec, buckets: Sequence[Bucket]) -> TrainingStep:
+        """Return the step."""
         return predict.replay(
             buckets,
-            rest,
             lambda bucket: self.seconds(codec, bucket.nbytes),
-            lambda bucket: self.delay(codec, bucket.nbytes) if delays else 0.0,
+            lambda bucket: self.delay(codec, bucket.nbytes),
         )
 
     def buffer_bytes(self, codec: Codec) -> int:
@@ -120,11 +116,9 @@ class TrainingRow:
 class Training:
     """Estimates of a training step.
 
-    ``kind`` is model or record, ``strategy`` DDP or FSDP; ``error`` is the relative error of the replay, if the record
-    has the measured times. ``verdict`` is the one answer to whether a codec pays in this step.
+    ``strategy`` is DDP or FSDP, ``verdict`` the one answer to whether a codec pays in this step.
     """
 
-    kind: str
     strategy: str
     title: str
     computing: str
@@ -134,8 +128,6 @@ class Training:
     rows: list[TrainingRow]
     verdict: str
     assumptions: list[str]
-    error: float | None = None
-    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> TrainingRow:
@@ -153,14 +145,11 @@ class Training:
                 for size, count in messages.counts.items()
             ],
             "rows": [row.as_dict() for row in self.rows],
-            "replay_error": None if self.error is None else round(self.error, 5),
-            "notes": list(self.notes),
         }
 
 
 def of_model(options: StepOptions, table: Table) -> Training:
     """Estimate a step of DDP or of FSDP."""
-    assert options.model is not None
     estimate = _fsdp_step if options.strategy == "fsdp" else _ddp_step
     return estimate(options, options.model, table)
 
@@ -177,7 +166,7 @@ def _ddp_step(options: StepOptions, model: TrainingModel, table: Table) -> Train
     messages = _ddp_messages(options, buckets, model.dtype, table)
     codecs = with_none(options.codecs)
     steps = {
-        (codec, codecs[0]): (messages.replay(codec, buckets, 0.0), messages.buffer_bytes(codec))
+        (codec, codecs[0]): (messages.replay(codec, buckets), messages.buffer_bytes(codec))
         for codec in codecs
     }
     assumptions = [
@@ -225,50 +214,6 @@ def _fsdp_step(options: StepOptions, model: TrainingModel, table: Table) -> Trai
         *_core_notes(options.system, hook=False),
     ]
     return _training_of_model(options, model, "FSDP", [reductions, gathers], steps, assumptions)
-
-
-def of_record(options: StepOptions, table: Table) -> Training:
-    """Replay the recorded buckets of a run of DDP on another system."""
-    assert options.record is not None
-    path = options.record
-    record = predict.parse_record(read_json(path), str(path))
-    notes = []
-    error = record.error
-    if error is None:
-        notes.append(
-            "the record has no comm_ms for every bucket, or no step_ms: the replay's error is not known"
-        )
-    else:
-        own = time_name(record.replayed().seconds)
-        took = f"it took {time_name(record.step)}: an error of {error:+.1%}"
-        notes.append(f"replayed with its own times the step takes {own}; {took}")
-    if record.ranks and record.ranks != options.system.ranks:
-        notes.append(f"recorded on {record.ranks} ranks, replayed on {options.system.ranks}")
-    messages = _ddp_messages(options, record.buckets, options.dtype, table)
-    codecs = with_none(options.codecs)
-    total = sum(bucket.nbytes for bucket in record.buckets)
-    rows: list[TrainingRow] = []
-    for codec in codecs:
-        # When buckets are ready is recorded with what communication takes of the cores.
-        step = messages.replay(codec, record.buckets, record.rest, delays=False)
-        rows.append(TrainingRow(
-            codec=str(codec), parameters="none", step=step, speedup=_speedup(rows, step),
-            residual_bytes=_residual_bytes(codec, total // options.dtype.itemsize),
-            buffer_bytes=messages.buffer_bytes(codec),
-        ))  # fmt: skip
-    assumptions = [
-        "buckets are ready when they were in the record, and are sent one after the other",
-        *_algorithm_notes(messages, codecs, options.dtype),
-        *messages.sweep.assumptions,
-    ]
-    return Training(
-        kind="record", strategy="DDP",
-        title=f"DDP step of {path.name}: {len(record.buckets)} buckets of {str(options.dtype).removeprefix('torch.')} "
-        f"gradients ({size_name(total)}), recorded with {record.codec}",
-        computing=f"computing: {time_name(rows[0].step.compute)} a step, as recorded",
-        gradient_bytes=total, flops=None, messages=[messages], rows=rows, verdict=_verdict(rows, options.system),
-        assumptions=assumptions, error=error, notes=tuple(notes),
-    )  # fmt: skip
 
 
 def _residual_bytes(codec: Codec, elements: float) -> int:
@@ -356,7 +301,7 @@ def _training_of_model(
     sent = f", parameters gathered {gathered}" if strategy == "FSDP" else ""
     learn = "" if model.trainable is None else f", of which {count_name(model.learning)} learn"
     return Training(
-        kind="model", strategy=strategy,
+        strategy=strategy,
         title=f"{strategy} step of {count_name(model.params)} parameters{learn}: {dtype} gradients ({size_name(total)})"
         f"{sent}",
         computing=computing, gradient_bytes=total, flops=model.flops, messages=messages, rows=rows,

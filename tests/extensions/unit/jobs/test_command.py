@@ -221,17 +221,6 @@ def test_sharded_steps_wait_for_cores_too(capsys: pytest.CaptureFixture[str]) ->
     assert one > many + 5
 
 
-def test_a_record_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "steps.json"
-    bucket = {"bytes": 2**20, "ready_ms": 5, "comm_ms": 2}
-    path.write_text(json.dumps({"ranks": 2, "step_ms": 8.4, "rest_ms": 1, "buckets": [bucket]}))
-    argv = f"step --inside memory --between 10gbit --hosts 2 --per-host 1 --record {path}".split()
-    plan = plan_as_json(capsys, *argv)["record"]
-    assert plan["replay_error"] == pytest.approx(8 / 8.4 - 1, abs=1e-4)
-    assert "an error of -4.8%" in plan["notes"][0]
-    assert plan["rows"][1]["speedup"] >= 1
-
-
 def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "rack.json"
     path.write_text(
@@ -267,7 +256,7 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
         ("collective --json /no/where.json", "there is no folder /no"),
         ("collective -b 2M -e 1M", "-e 1048576: less than -b 2097152"),
         ("collective -d quarter", "argument -d/--datatype: 'quarter' is not one of int8"),
-        ("step", "one of the arguments --model --record is required"),
+        ("step", "the following arguments are required: --model"),
         (
             "step --model params=7e9",
             "give tokens=, those of a rank in a step (for example 7B,tokens=8192), or step_ms=",
@@ -292,10 +281,6 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
         ("step --model layers=3", "no params="),
         ("step --model 1,2", "'2': expected KEY=VALUE"),
         ("step --model 7B,params=7B", "params: given twice"),
-        (
-            "step --model 70B,step_ms=1 -d half",
-            "-d: only valid with --record; valid: --model …,dtype=float16",
-        ),
         ("step broadcast --model 7B,step_ms=1", "'broadcast' is not one of ddp, fsdp"),
         ("step --parameters int8 --model 7B,step_ms=1", "valid: dtcomm plan step fsdp --parameters"),
         ("step fsdp --model 7B,step_ms=1 --algorithm ring", "--algorithm: not valid with fsdp"),
@@ -303,7 +288,7 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
             "step --model 70B,step_ms=1,bucket=1K",
             "give a larger bucket=, so that there are at most 1,000,000",
         ),
-        ("step --record /nowhere.json", "argument --record: /nowhere.json: there is no such file"),
+        ("collective --topology /nowhere.json", "argument --topology: /nowhere.json: there is no such file"),
         ("collective --sites 2", "dtcomm plan collective: error: --sites: no such flag"),
         ("stp", "argument COMMAND: invalid choice: 'stp'"),
         ("--hosts=2", "the following arguments are required: COMMAND"),

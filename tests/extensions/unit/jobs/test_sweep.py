@@ -5,7 +5,6 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.ddp.observers import BucketRecord, summarize_steps
 from dtcomm.extensions.jobs import sweep
 from dtcomm.extensions.jobs.estimate import estimate
 from dtcomm.extensions.jobs.hardware import (
@@ -19,7 +18,6 @@ from dtcomm.extensions.jobs.hardware import (
 from dtcomm.extensions.jobs.training_model import (
     Bucket,
     even_buckets,
-    parse_record,
     replay,
     replay_sharded,
 )
@@ -159,16 +157,16 @@ def test_measured_times_take_precedence_only_on_cpus() -> None:
 
 def test_early_buckets_overlap_with_the_backward_pass() -> None:
     buckets = [Bucket(nbytes=1, ready=1.0), Bucket(nbytes=1, ready=2.0)]
-    fast = replay(buckets, 0.5, lambda _: 0.25)
-    assert (fast.seconds, fast.compute) == (2.75, 2.5)
+    fast = replay(buckets, lambda _: 0.25)
+    assert (fast.seconds, fast.compute) == (2.25, 2.0)
     assert fast.hidden == pytest.approx(0.5)
-    assert fast.efficiency == pytest.approx(2.5 / 2.75)
-    slow = replay(buckets, 0.5, lambda _: 2.0)
-    assert slow.seconds == 1 + 2 + 2 + 0.5
-    assert replay([], 1.0, lambda _: 1.0).hidden == 1
+    assert fast.efficiency == pytest.approx(2.0 / 2.25)
+    slow = replay(buckets, lambda _: 2.0)
+    assert slow.seconds == 1 + 2 + 2
+    assert replay([], lambda _: 1.0).hidden == 1
     # Communication takes a core for a tenth of a second each: the second bucket is ready later, and so is the end.
-    delayed = replay(buckets, 0.5, lambda _: 0.25, lambda _: 0.1)
-    assert delayed.seconds == pytest.approx(2.1 + 0.25 + 0.5) and delayed.compute == 2.5
+    delayed = replay(buckets, lambda _: 0.25, lambda _: 0.1)
+    assert delayed.seconds == pytest.approx(2.1 + 0.25) and delayed.compute == 2.0
 
 
 def test_fsdp_overlaps_gathers_and_reductions_with_computing() -> None:
@@ -190,25 +188,6 @@ def test_buckets_of_a_model() -> None:
     assert sum(bucket.nbytes for bucket in buckets) == 4e8
     assert buckets[-1].ready == pytest.approx(0.9)
     assert min(bucket.ready for bucket in buckets) > 0.3
-
-
-def test_records_are_replayed_and_checked() -> None:
-    # Steps of 10 ms, two buckets each: ready after 0 and 2 ms, on their way for 1 and 3 ms.
-    steps = [
-        [BucketRecord(100, 0.01 * n, 0.001), BucketRecord(50, 0.01 * n + 0.002, 0.003)] for n in range(3)
-    ]
-    record = parse_record(summarize_steps(steps, ranks=2, codec="none"))
-    assert [bucket.nbytes for bucket in record.buckets] == [100, 50]
-    assert record.rest == pytest.approx(0.005)
-    assert record.error == pytest.approx(0, abs=1e-6)
-    assert replay(record.buckets, record.rest, lambda _: 0.005).seconds == pytest.approx(0.015)
-    assert parse_record({"buckets": [{"bytes": 1, "ready_ms": 2}]}).error is None
-    with pytest.raises(ValueError, match=r"a\.json: no 'buckets'"):
-        parse_record({}, "a.json")
-    with pytest.raises(ValueError, match="expected at least one"):
-        parse_record({"buckets": []})
-    with pytest.raises(ValueError, match="no two steps in a row"):
-        summarize_steps(steps[:1], ranks=2, codec="none")
 
 
 def test_a_plan_considers_a_registered_algorithm_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
