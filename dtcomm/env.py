@@ -128,9 +128,8 @@ VARIABLES: dict[str, Variable] = {
         shared=True,
     ),
     "DTCOMM_CHECKSUM": Variable(
-        user=True,
         default="0",
-        meaning="1: every payload travels with its CRC32C, unless a call has checksum=False",
+        meaning="1: every payload is sent with its CRC32C, unless a call has checksum=False",
         choices=("0", "1"),
         shared=True,
     ),

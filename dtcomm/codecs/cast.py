@@ -116,16 +116,16 @@ class Bf16(_Cast):
 
 @dataclass(frozen=True, kw_only=True)
 class Lossless(Codec):
-    """``lossless``: bf16 and fp32 with every bit kept, in fewer bytes where exponents are alike, as in weights.
+    """``lossless``: bf16 and fp32 with every bit kept, in fewer bytes where exponents are similar, as in weights.
 
     The exponents of each 4096 elements become codes of 1 to 4 bits, which stand for neighbouring exponents; the others
-    are stored apart. Signs and mantissas do not shrink. A Gaussian tensor takes 11.2 bits an element in bf16 (30 %
-    less) and 27.2 bits in fp32 (15 % less). A tensor that would not shrink travels as it is, with a head of 16 bytes.
+    are stored apart. Signs and mantissas do not shrink. A Gaussian tensor takes 11.2 bits per element in bf16 (30 %
+    less) and 27.2 bits in fp32 (15 % less). A tensor that would not shrink is sent as it is, with a head of 16 bytes.
 
     The length of a payload depends on the data, and ``wire_bytes`` is its upper bound. So the codec serves what copies
     whole payloads: `dtcomm.encode` and `dtcomm.decode`, for checkpoints, and broadcast, all_gather, gather, scatter,
     all_to_all, send and recv, which exchange the lengths first. Reductions refuse it: they add payloads piece by piece
-    in memory of a fixed size. FSDP's parameters may travel in it. It has no kernels for CUDA tensors.
+    in memory of a fixed size. FSDP's parameters may be sent in it. It has no kernels for CUDA tensors.
 
     Published work on the same idea: DFloat11 (Zhang et al., "70% Size, 100% Accuracy", arXiv:2504.11651, 2025), with
     Huffman codes; codes of a fixed width decode faster. Reference: dtcomm.kernels.reference.lossless.
@@ -238,7 +238,7 @@ class RoundedExact(Uncompressed):
     Collectives that sum agree on the range of bits of every block and add as many digits as it takes, as integers:
     32 bits of each element, 16 more where the bits of a block span more, and further 32 where that is not enough. How
     much is sent depends on the data; `sum_messages` has the usual case. Every summing call waits for the ranks'
-    agreement when it is issued, also with ``async_op=True``. Where nothing is summed, tensors travel uncompressed.
+    agreement when it is issued, also with ``async_op=True``. Where nothing is summed, tensors are sent uncompressed.
 
     It takes no other options. Attributes: ``block``, the elements that share a range of bits, 32.
 

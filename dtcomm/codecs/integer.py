@@ -116,7 +116,7 @@ class VariableInteger(Codec):
     of 4096 elements have about the same error: each doubling of a block's largest element takes one bit more (reverse
     water-filling). The widths of a granule add up to its budget whatever the data, so that payloads have a fixed size,
     and follow from the blocks' scales and one number for each granule, which the payload holds. The gain over a fixed
-    width is the greater, the more blocks differ; where all blocks are alike there is none. Rounding is to nearest.
+    width is the greater, the more blocks differ; where all blocks are equal there is none. Rounding is to nearest.
 
     Options:
         width: The mean width of a code, 2 to 7. Default 5. An element takes 8 / block bits more, for the scale.

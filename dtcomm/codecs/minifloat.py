@@ -26,7 +26,7 @@ class Float8(Codec):
     """``fp8_e4m3``, ``fp8_e5m2``, ``fp8_e3m4``: an 8-bit float per element; the elements of a block share a scale.
 
     e4m3 has 4 significant bits and steps that shrink with the number down to 2^-15 of the block's largest element;
-    e5m2 has 3 and goes down to 2^-31; e3m4 has 5 and goes down to 2^-7. Small numbers keep their precision beside
+    e5m2 has 3 and goes down to 2^-31; e3m4 has 5 and goes down to 2^-7. Small numbers keep their precision next to
     large ones, unlike in int8, so blocks may be longer. e3m4 has half the error of e4m3 where most elements lie within
     2^-7 of their block's largest, as in activations, weights and gradients; use e4m3 for a wider range, e5m2 for blocks
     whose elements lie many orders of magnitude apart.

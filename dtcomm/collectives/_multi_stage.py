@@ -174,7 +174,7 @@ class ReproducibleSum(MultiStagePlan):
         code_buffers: Buffers,
         scratch: list[torch.Tensor],
     ) -> tuple[list[Stage], Check | None]:
-        # The checksums and the second round of exponents travel apart from what they check.
+        # The checksums and the second round of exponents are sent apart from what they check.
         (codec,), (checksums, result_checksums, exponents_again) = self._codecs, scratch
         exponents, codes, x = exponent_buffers.input, code_buffers.input, part.input
         assert exponents is not None and codes is not None and x is not None and part.output is not None
@@ -235,7 +235,7 @@ class ReproducibleSum(MultiStagePlan):
 class SharedRandKSum(MultiStagePlan):
     """all_reduce, reduce or reduce_scatter of tensors of which at least one has shared random positions.
 
-    ``prepare`` returns the runtime's plan of the stage. Parts with other codecs travel in the same message unchanged.
+    ``prepare`` returns the runtime's plan of the stage. Parts with other codecs are sent in the same message unchanged.
     """
 
     def __init__(self, prepare: PrepareStage, request: OpSpec, rank: int, ranks: int) -> None:

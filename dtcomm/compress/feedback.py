@@ -33,7 +33,7 @@ class Feedback(abc.ABC):
     In every step and for every compressed parameter, each rank sends `send`'s tensor in the codec, gets the mean over
     the ranks of what was decoded, and `receive` turns that into the gradient. State is kept by parameter in two
     dictionaries of fp32 tensors, empty at first: ``own`` differs between ranks; ``shared`` is equal on all ranks,
-    because only `receive` changes it, which knows nothing else. So all ranks get the same gradient, to the bit. State
+    because only `receive` changes it, which knows nothing else. So all ranks get the same gradient, bit for bit. State
     is saved and loaded with the compression's, scaled with the loss, and set to zero after a step with NaN or Inf. With
     another number of ranks a run continues with the mean of the ranks' ``own``.
 
@@ -310,7 +310,7 @@ class DGC:
     - Momentum factor masking: u is set to zero where v was sent.
     - Warm-up: the share of elements that is sent falls from a quarter to `ratio`, by factors of four.
 
-    The optimizer must have no momentum of its own; parameters that travel uncompressed get the same momentum here. The
+    The optimizer must have no momentum of its own; uncompressed parameters get the same momentum here. The
     spec is ``dgc:ratio=0.001,momentum=0.9,clip=1.0,warmup=400,values=fp16``.
 
     Attributes:

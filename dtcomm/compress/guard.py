@@ -52,7 +52,7 @@ class Guard:
 
     Where a function takes a guard, a mapping of these attributes does too, as in a configuration file.
 
-    All ranks see the same averaged values and act alike. The actions other than "error" are logged once for each limit
+    All ranks see the same averaged values and do the same. Actions other than "error" are logged once for each limit
     and parameter; all of them are in ``state.events`` and in the report.
 
     Attributes:

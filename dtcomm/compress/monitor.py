@@ -5,7 +5,7 @@ In every step sketches of the gradients before compression and of their mean aft
 compression does harm. On every ``sample_every``-th step the norms of what encodings lost are compared with those of the
 gradients; the reports read them too. FSDP also takes an `ErrorSample` of what an encoding loses.
 
-All ranks must act alike. What a rank measures in one step therefore travels, as a few floats, with the last bucket of
+All ranks must act alike. What a rank measures in one step is therefore sent, as a few floats, with the last bucket of
 the next step, and every rank evaluates the mean over ranks when the step after that begins. Ranks of tensor parallelism
 have other gradients, and copies of the same norms and biases, which would drift apart if their codecs differed: the
 mean is taken over them too (`Monitor.agreeing_groups`). Stages of a pipeline share neither parameters nor collectives

@@ -195,7 +195,7 @@ def low_rank_stages(
     """Average one bucket; yields each collective that it starts, and continues when that is done.
 
     The matrices of ``tasks`` are averaged by their ``factors``, which are updated. ``other_tensors``, with ``codecs``
-    and ``residuals`` of their own, travel in the first message. With ``alternate`` the step decides which factor is
+    and ``residuals`` of their own, are sent in the first message. With ``alternate`` the step decides which factor is
     computed.
     """
     lefts, rights = [factors.left(task) for task in tasks], [factors.right(task) for task in tasks]

@@ -263,7 +263,7 @@ class GroupTraffic(Reporting):
     ) -> None:
         """Count a completed operation in every object of its group; ``what`` is what was sent, such as ``"tokens"``.
 
-        ``message`` is its name in reports, ``dtype`` that in which ``numel`` elements would travel uncompressed.
+        ``message`` is its name in reports, ``dtype`` that in which ``numel`` elements would be sent uncompressed.
         """
         key = (message, what, codec, str(dtype).removeprefix("torch."))
         for state in list(cls._live):

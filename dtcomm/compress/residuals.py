@@ -264,7 +264,7 @@ class SampleReferences:
     Wang et al. 2022, "Fine-tuning Language Models over Slow Networks using Activation Compression with Guarantees"
     (arXiv:2206.01299): the sender encodes the difference between a sample's activation and its reference, which is what
     the receiver had of the same sample the last time. Both add the decoded difference to their reference, so that the
-    references stay equal, bit for bit. The first time a sample is sent, it travels uncompressed.
+    references stay equal, bit for bit. A sample is sent uncompressed the first time.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -276,7 +276,7 @@ class SampleReferences:
         return torch.tensor([sample in self._references for sample in samples], dtype=torch.bool)
 
     def store(self, samples: Sequence[int], rows: torch.Tensor) -> None:
-        """Make the references of samples that have travelled uncompressed, from ``rows`` [samples, ...]."""
+        """Make the references of samples that were sent uncompressed, from ``rows`` [samples, ...]."""
         for sample, row in zip(samples, rows, strict=True):
             self._references[sample] = row.detach().flatten().to(torch.float32, copy=True)
 

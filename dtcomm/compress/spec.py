@@ -167,7 +167,7 @@ def _parse_message(spec: str | Codec, messages: str, carried: str) -> Codec:
 
 
 def wire_codec(scheme: Codec | DGC) -> Codec:
-    """Return the codec in which the payload of a scheme travels."""
+    """Return the codec in which the payload of a scheme is sent."""
     return scheme.topk if isinstance(scheme, DGC) else scheme
 
 

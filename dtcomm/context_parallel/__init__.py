@@ -13,7 +13,7 @@ that causal attention is the same work for all ranks. In the layout ``"contiguou
 
 A rank encodes its keys and values once, and all ranks, itself included, compute with what these bytes decode to: a
 result does not depend on which rank holds a token. Compression is straight-through: gradients are those of attention to
-the decoded keys and values, and travel in a codec of their own.
+the decoded keys and values, and are sent in a codec of their own.
 """
 
 from dtcomm.context_parallel.attention import attention

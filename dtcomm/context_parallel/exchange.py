@@ -1,6 +1,6 @@
 """The messages of context-parallel attention: payloads of keys and values, and gradients on their way back.
 
-A rank encodes its own keys and values once. Their bytes travel unchanged, around the ring or in one all-gather, and
+A rank encodes its own keys and values once. The bytes go on unchanged, around the ring or in one all-gather, and
 every rank, the owner included, computes with what they decode to. So all ranks use the same keys and values, and a
 result does not depend on where a rank sits.
 
@@ -122,7 +122,7 @@ class GradientExchange(abc.ABC):
         self._shapes, self._dtype, self._settings = shapes, dtype, settings
         self._contributed = contributed
         self._codec = settings.backward_codec
-        # Uncompressed gradients travel in the dtype of keys and values, all others are encoded from fp32.
+        # Uncompressed gradients are sent in the dtype of keys and values, all others are encoded from fp32.
         self._wire_dtype = dtype if self._codec == "none" else torch.float32
         self._totals = [torch.zeros(*shape, device=device) for shape in shapes]
 

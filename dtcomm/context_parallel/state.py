@@ -24,7 +24,7 @@ from dtcomm.torch_compat import constant_when_compiled, group_by_name
 from dtcomm.work import Work
 
 METHODS = ("ring", "all_gather", "ulysses")
-#: Default codec of gradients where keys and values travel in a lossy codec.
+#: Default codec of gradients where keys and values are sent in a lossy codec.
 BACKWARD_CODEC = "bf16"
 #: Argument → what its codec carries.
 CARRIED = {"kv_codec": "keys and values", "qo_codec": "queries and outputs", "backward_codec": "gradients"}
@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
             needs heads and key heads that the ranks divide. Default: ``"ring"``.
         kv_codec: Codec of keys and values, such as ``"int8"``, ``"fp8_e4m3"`` or ``"bf16"``. Default: ``"none"``.
         backward_codec: Codec of all gradients. Default: ``"none"`` if the other codecs are ``"none"``, else ``"bf16"``.
-        qo_codec: Codec of queries and outputs, which travel with ``method="ulysses"`` only. Default: ``"none"``.
+        qo_codec: Codec of queries and outputs, which are sent with ``method="ulysses"`` only. Default: ``"none"``.
         layout: How sequences are sharded, ``"zigzag"`` or ``"contiguous"``, as in `shard`. Default: ``"zigzag"``.
         seed: Seed of stochastic rounding, which codecs with ``round=stochastic`` use; pass another one for each step.
             Default: 0.
@@ -189,6 +189,6 @@ class ContextParallelState(GroupTraffic):
 def record(settings: Settings, what: str, codec: str, dtype: torch.dtype, numel: int, work: Work) -> None:
     """Count a completed operation in every state of its group.
 
-    This rank sent ``numel`` elements of ``what``, which would travel in ``dtype`` uncompressed.
+    This rank sent ``numel`` elements of ``what``, which would be sent in ``dtype`` uncompressed.
     """
     ContextParallelState.record(settings.group_name, settings.method, what, codec, dtype, numel, work)

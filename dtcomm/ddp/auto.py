@@ -69,7 +69,7 @@ _log = logging.getLogger("dtcomm")
 class Plan:
     """What all gradients are compressed with; parameters that `default_policy` leaves out stay uncompressed.
 
-    With ``bypass`` they travel uncompressed, by the group's own backend, as DDP does it without a hook.
+    With ``bypass`` they are sent uncompressed, by the group's own backend, as DDP does it without a hook.
     """
 
     scheme: Scheme

@@ -62,7 +62,7 @@ class Chooser:
 
 
 class SparseLayout(BucketLayout):
-    """The layout of a bucket that is one sparse gradient: its values travel uncompressed, without error feedback.
+    """The layout of a bucket that is one sparse gradient: its values are sent uncompressed, without error feedback.
 
     A residual would have to be dense, as large as the table that sparse gradients avoid, and codecs without feedback
     have errors that add up over the steps.

@@ -79,7 +79,7 @@ class GuardObserver(ReducerObserver):
                 self._monitor.register_sample(pending.segment.name, pending.segment.codec)
 
     def bucket_started(self, bucket: InFlightBucket) -> None:
-        """Keep the statistics that travel with a bucket."""
+        """Keep the statistics that are sent with a bucket."""
         if bucket.stats is not None:
             self._unread.append(_PendingStats(bucket.work, bucket.stats))
 

@@ -126,7 +126,7 @@ class Reducer:
     3. Every lossy segment is prepared: error feedback decides which tensor is averaged and which residual is added to
        it (`_prepare`, `ErrorState.prepare`).
     4. The collective starts: one packed message for the bucket, or several in stages if PowerSGD is among its codecs,
-       or a plain all-reduce (`_start`). The guard's statistics travel with the last bucket. A sparse gradient, which
+       or a plain all-reduce (`_start`). The guard's statistics are sent with the last bucket. A sparse gradient, which
        has a bucket of its own, is averaged uncompressed by the stages of a sparse all_reduce (`_start_sparse`).
     5. When it completes, on whatever thread that happens, the gradients are the mean and the residuals are stored; then
        the future that DDP waits for gets the buffer (`_finish_when_done`, `ErrorState.finish`).
@@ -318,7 +318,7 @@ class Reducer:
             buffer.mul_(weight)
         for bucket_ready in self._callbacks["bucket_ready"]:
             bucket_ready(self.steps, bucket)
-        # Nothing is measured of a bucket that travels uncompressed: that took 4 % of a step in which nothing pays.
+        # Nothing is measured of a bucket that is sent uncompressed: that took 4 % of a step in which nothing pays.
         measurement = self._monitor.measure_gradient(layout, buffer) if layout.lossy else None
         prepared = self._prepare(layout, buffer)
         stats = None
@@ -373,7 +373,7 @@ class Reducer:
         return self._scheduler_on(streams).submit(stages, [bucket.buffer], used, last=last)
 
     def _start_sparse(self, bucket: InFlightBucket, streams: Streams, *, last: bool) -> Work:
-        """Start averaging a sparse gradient; the guard's statistics travel with its values.
+        """Start averaging a sparse gradient; the guard's statistics are sent with its values.
 
         The call waits until the ranks have exchanged their entries. Where buckets are averaged in stages, these
         collectives are in the order of the scheduler too, and its thread waits.

@@ -84,7 +84,7 @@ class DDPState(Reporting):
         parameters: (name, parameter) pairs, as of ``module.named_parameters()``. Without them a parameter is called
             ``parameter.K``, in the order in which buckets first contain them, which is the same in every process and
             run with the same model and bucket size. They also say over which ranks tensor parallelism cuts the model:
-            the guard and "auto" decide alike on these.
+            the guard and "auto" decide the same on these.
 
     Attributes:
         group: The process group.

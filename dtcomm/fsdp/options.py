@@ -50,8 +50,8 @@ class StateOptions(TypedDict, total=False):
             (`dtcomm.compress.residuals`). Default: ``"fp32"``.
         save_residuals: Whether checkpoints have the residuals, in bf16 if they are kept so, else in fp32, so that a
             resumed run continues bit for bit. False: smaller checkpoints, and feedback starts anew. Default: True.
-        exclude: Shell patterns of what travels uncompressed: FSDP modules, with all that they contain, or parameters,
-            if they are all parameters of an FSDP module, because a module's parameters travel as one tensor. The root
+        exclude: Shell patterns of what is sent uncompressed: FSDP modules, with all that they contain, or parameters,
+            if they are all parameters of an FSDP module, because a module's parameters are sent as one tensor. The root
             module itself is ``"(root)"``. Default: nothing.
         replicas: Mesh dimension or process group of the replicas of this model, which is sharded over one dimension
             only; their gradients are averaged in the codec of ``gradients``. This is HSDP with both collectives
@@ -63,7 +63,7 @@ class StateOptions(TypedDict, total=False):
         sample_every: Steps from one measurement of encoding errors to the next, of gradients and of parameters, for
             report and guard; 0: never, and gradients are not compared over windows of steps either. Default: 50.
         seed: Seed of stochastic rounding. Default: 0.
-        allow_inaccurate: Accept codecs that destroy what they are applied to: those that lose, in one encoding of
+        allow_inaccurate: Accept codecs that lose too much of what they are applied to: in one encoding of
             Gaussian numbers, more than 20 % (relative error) of parameters or of gradients without feedback, or more
             than 50 % of the differences of ``delta:``. Default: False.
         verify: The number of pairs of steps, one with compression and one with codec none in turn, that are measured at
@@ -166,7 +166,7 @@ class CompressionSpec:
             if dtype not in level.dtypes:
                 return f"{level} does not support {dtype_name}"
         if any(level.variable_length for level in self.codecs()):
-            return ""  # wire_bytes is a bound; what would not shrink travels as it is
+            return ""  # wire_bytes is a bound; what would not shrink is sent as it is
         plain_bytes = codec("none").wire_bytes(numel, dtype)
         # Reproducible codecs are chosen for their sums, whatever their size.
         if any(level.reproducible or level.wire_bytes(numel, dtype) < plain_bytes for level in self.codecs()):
@@ -235,8 +235,8 @@ def _parse(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> Compr
         )
     if "->" in spec:
         raise ValueError(
-            f"{argument}: {spec!r} is a policy, which is for dtcomm.ddp.compress; here a module's parameters travel as "
-            "one tensor with one codec, and exclude= leaves modules uncompressed"
+            f"{argument}: {spec!r} is a policy, which is for dtcomm.ddp.compress; here a module's parameters are "
+            "sent as one tensor with one codec, and exclude= leaves modules uncompressed"
         )
     prefix, colon, codecs = spec.strip().partition(":")
     if not colon or prefix not in (*FEEDBACKS, *PARAMETER_PREFIXES):

@@ -79,7 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         stage: ZeRO stage: 1 keeps whole gradients in ``parameter.grad``, 2 frees them bucket by bucket. Default: 2.
         bucket_bytes: Size of a bucket in bytes. Default: 25 MiB.
         group: Process group, or one axis of a device mesh. Default: all ranks.
-        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed, in
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that are sent uncompressed, in
             buckets of their own. Default: nothing.
         **options: Options of compression, those below, and of the optimizer, such as ``lr``.
 
@@ -166,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
     ) -> None:
         """Replace the optimizer of the shards by one that wraps it; call it before the first step.
 
-        While an attribute ``warming_up`` of the wrapper is true, gradients travel uncompressed.
+        While an attribute ``warming_up`` of the wrapper is true, gradients are sent uncompressed.
 
         Args:
             wrap: Returns the wrapper of the optimizer and of the buckets, whose shards are its parameters.

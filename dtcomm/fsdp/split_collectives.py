@@ -284,7 +284,7 @@ class SplitReplicaAllReduce(ReplicaAllReduce):
 
 
 def _uncompressed(state: FSDPState, module: str, kind: str) -> Any:
-    """Return the counters of gradients that travel uncompressed because it is unknown what lies where in them."""
+    """Return the counters of gradients that are sent uncompressed because it is unknown what lies where in them."""
     state.note_reduction()
     traffic = state.traffic(module, kind, UNCOMPRESSED)
     traffic.codec, traffic.reason, traffic.fallback = "none", UNKNOWN_PLACES, True

@@ -65,7 +65,7 @@ class FSDPState(Reporting):
         save_residuals: Whether `state_dict` has the residuals.
         buffers: The buffers of collectives; ``buffers.trim()`` frees those that are not in use.
         timeline: Recorder of training steps (`dtcomm.profiling`).
-        warming_up: Whether gradients travel uncompressed, at the start of a run.
+        warming_up: Whether gradients are sent uncompressed, at the start of a run.
     """
 
     timeline: Timeline
@@ -304,7 +304,7 @@ class FSDPState(Reporting):
         """Continue from a state that `state_dict` returned.
 
         Args:
-            state: This rank's own state, or the states of all ranks of the saved run in rank order. With the latter the
+            state: This rank's own state, or the states of all ranks of the saved run in rank order. With those the
                 number of ranks may have changed: residuals keep their sum over the ranks, and ``delta:`` starts with
                 whole parameters.
             strict: Refuse a state that was saved with other codecs or another kind of feedback; False: load its
@@ -393,7 +393,7 @@ class FSDPState(Reporting):
             self.warn(f"{self._uncompressed()}; see state.report()")
 
     def warn(self, text: str) -> None:
-        """Log a line on the first rank, because all ranks find it alike."""
+        """Log a line on the first rank, because all ranks find it."""
         if self.rank == 0:
             _log.warning("%s: %s", LOG_NAMES[self.integration], text)
 
@@ -407,7 +407,7 @@ class FSDPState(Reporting):
         """Begin a step in its first forward pass: the first one after gradients were reduced.
 
         With accumulated gradients or micro-batches of a pipeline a step has several. Were each counted, those in which
-        errors are measured might never be those in which gradients travel.
+        errors are measured might never be those in which gradients are sent.
         """
         if self._has_reduced or not self._has_begun:
             self.begin_step()

@@ -126,7 +126,7 @@ def _matches(unit: Unit, pattern: str) -> bool:
     if matched and len(matched) < len(unit.parameters):
         holder = matched[0].rpartition(".")[0] or matched[0]
         raise ValueError(
-            f"exclude: {pattern!r} matches {matched[0]}, a part of {unit.label!r}, whose parameters travel as one "
+            f"exclude: {pattern!r} matches {matched[0]}, a part of {unit.label!r}, whose parameters are sent as one "
             f"tensor; apply fully_shard to {holder!r}, or exclude {unit.label!r}"
         )
     return bool(matched)

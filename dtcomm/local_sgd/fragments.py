@@ -76,7 +76,7 @@ class PendingAverage:
         number: The number of averages before it.
         due: The step after which it is applied.
         buckets: Its messages; none if it was loaded from a checkpoint.
-        stats: The guard's statistics that travel with it, or None.
+        stats: The guard's statistics that are sent with it, or None.
         means: The mean of each tensor, flat and in fp32, by name; empty until all messages have arrived.
     """
 

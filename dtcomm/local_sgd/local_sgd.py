@@ -50,11 +50,11 @@ class LocalSGD(Reporting):
     """Keeps the replicas of a model together by averaging weights; call `step` after each optimizer step.
 
     All ranks start with rank 0's weights. Frozen parameters stay as they are; floating-point buffers (running means)
-    are averaged uncompressed. Each rank keeps an fp32 copy of the common weights beside the model's own. The common
-    weights have the same bits on all ranks.
+    are averaged uncompressed. Each rank keeps an fp32 copy of the common weights,
+    with the same bits on all ranks.
 
     With ``fragments`` above 1 the model is averaged in parts, one after the other within ``every`` steps, so that
-    messages are smaller and spread over time. With ``delay`` above 0 an average travels while the model is trained on:
+    messages are smaller and spread over time. With ``delay`` above 0 an average is sent while the model is trained on:
     the differences after step t are averaged, the outer optimizer moves the common weights of the fragment, and after
     step t + ``delay`` its weights w become w + ``mixing`` (common - w). This is Streaming DiLoCo.
 

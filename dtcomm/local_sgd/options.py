@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
             run continues bit for bit. False: smaller checkpoints, and feedback starts anew. Default True.
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it. Default "direct".
         seed: The seed of stochastic rounding. Default 0.
-        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that are sent uncompressed.
             Default: none.
         bucket_bytes: The size of one message; the messages are in flight side by side. Default 25 MiB.
         guard: Limits beyond which compression counts as harmful; its steps are averages. None: no guard. Default
@@ -77,7 +77,7 @@ def checked(every: int, given: Mapping[str, object]) -> Options:
     """Return all options of a call; TypeError or ValueError if one is unknown, of a wrong type or out of range."""
     if "verify" in given:
         raise TypeError(
-            "verify: LocalSGD has none: most steps send nothing, and with delay= an average travels while others "
+            "verify: LocalSGD has none: most steps send nothing, and with delay= an average is sent while others "
             f"compute, so no pair of steps shows what compression saves; {COMPARE}"
         )
     options = complete_options("LocalSGD", given, DEFAULTS)

@@ -2,7 +2,7 @@
 
 A collective encodes a message as one tensor, whose granules cross its rows. Here the payload of a row is that of the
 row alone: rows can be chosen, reordered, sent to several ranks and passed on by a rank between them as bytes, and a
-token's numbers do not depend on which other tokens travel with it. All rows are encoded in one pass nevertheless: a
+token's numbers do not depend on which other tokens are sent with it. All rows are encoded in one pass nevertheless: a
 granule's fields are cut at the rows' ends and put together again as granules of rows.
 """
 
@@ -29,7 +29,7 @@ class EncodedRows:
 
     `dtcomm.moe.dispatch` and `dispatch_padded` return them with ``encoded=True``, for experts that compute with the
     codec's bytes, such as a matrix multiplication of fp8 numbers with scales. docs/reference/wire-format.md says where
-    scales and codes are. Gradients that the expert gives to ``gradient_edge`` travel on to the tokens.
+    scales and codes are. Gradients that the expert gives to ``gradient_edge`` reach the tokens.
 
     Attributes:
         payload: uint8, [..., rows, bytes]. ``dtcomm.decode(codec, payload[..., i, :], features, dtype)`` is row i.

@@ -26,7 +26,7 @@ from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, gradient_edge
 from dtcomm.torch_compat import autograd_apply
 from dtcomm.work import Work
 
-#: Default of what comes back, and of gradients, where the rows travel in a lossy codec.
+#: Default of what comes back, and of gradients, where the rows are sent in a lossy codec.
 COMBINE_CODEC = BACKWARD_CODEC = "bf16"
 #: Argument → what its codec carries.
 CARRIED = {"codec": "tokens", "combine_codec": "experts' outputs", "backward_codec": "gradients"}

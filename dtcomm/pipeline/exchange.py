@@ -1,7 +1,7 @@
 """Messages between pipeline stages: `Exchange` for the stages of torch, `Sender` and `Receiver` for other schedules.
 
 `Exchange` holds all sends under way of a rank, and its receipts in the order of their messages. A link is one `Sender`
-and one `Receiver` with the same codecs: activations travel forward, gradients back. Compression is straight-through.
+and one `Receiver` with the same codecs: activations are sent forward, gradients back. Compression is straight-through.
 Micro-batches may overlap in any schedule (GPipe, 1F1B) in which a link's gradients return in the order of its
 activations: messages of one direction arrive in the order in which they were sent.
 """
@@ -24,7 +24,7 @@ from dtcomm.torch_compat import autograd_apply
 
 NONE = codec("none")
 MESSAGES = "messages between stages"
-MAX_DIMS = 8  # of a tensor whose shape travels with it
+MAX_DIMS = 8  # of a tensor whose shape is sent with it
 MAX_IN_FLIGHT = 64  # messages; before sending more, a sender waits for the oldest
 
 
@@ -176,7 +176,7 @@ def post_receive(target: torch.Tensor, link: Link, codec: Codec) -> Work:
 
 
 def as_sendable(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Return a contiguous tensor as it travels: as bytes if no codec takes its type."""
+    """Return a contiguous tensor as it is sent: as bytes if no codec takes its type."""
     return tensor if tensor.dtype in codec.dtypes else tensor.view(torch.uint8)
 
 
@@ -275,7 +275,7 @@ class Receiver(_LinkEnd):
         codec: Codec of the activations, a spec or a `Codec`. Default: ``"none"``.
         backward_codec: Codec of the gradients. Default: that of the activations.
         feedback: Error feedback: keep the error of each encoded gradient and add it to the next gradient of the same
-            shape. Pays where the gradients of successive steps are alike, as with few bits and large batches.
+            shape. Pays where the gradients of successive steps are similar, as with few bits and large batches.
             ``"auto"``: as for `dtcomm.pipeline.compress`. Default: ``"auto"``.
         group: Process group that contains both ranks. Default: the default group.
         seed: Seed of stochastic rounding. Default: 0.

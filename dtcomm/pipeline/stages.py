@@ -76,14 +76,14 @@ def compress(
             rotation of TAH-Quant (He et al. 2025, arXiv:2506.01352). Default: ``"int8"``.
         backward_codec: Codec of their gradients. Default: that of the activations.
         feedback: Error feedback: keep what the encoding of a gradient lost and add it to the gradient of the same
-            micro-batch in the next step. Pays where the gradients of successive steps are alike. ``"auto"``: True if
+            micro-batch in the next step. Pays where the gradients of successive steps are similar. ``"auto"``: True if
             their codec loses more than 20 % of Gaussian numbers in one encoding, else False. Default: ``"auto"``.
         save_residuals: Whether `PipelineState.state_dict` has what feedback keeps. Default: True.
         seed: Seed of stochastic rounding. Default: 0.
         differences: Send the difference to the activation of the same sample in the last epoch, as AQ-SGD does (Wang et
             al. 2022, arXiv:2206.01299), which allows 2 to 4 bits. Both ends keep an fp32 copy of the activations of
             every sample; say before each step with `PipelineState.set_samples` which samples it has. In evaluation
-            activations travel uncompressed. Default: False.
+            activations are sent uncompressed. Default: False.
         dynamic_shapes: Shapes of activations may change from step to step and from micro-batch to micro-batch: each
             message is preceded by its shape. The number of micro-batches and of dimensions stays. Needs torch 2.13.
             Default: False.

@@ -81,7 +81,7 @@ class OpSpec(NamedTuple):
 
     A plan and its fingerprint are made from it. ``parts`` are the tensors of the message. ``splits`` are the elements
     that each rank sends to each other rank in an all_to_all of unequal shards, at index sender * ranks + receiver;
-    empty if all shards are equal. With ``checksum`` every payload travels with its CRC32C. ``purpose`` names the stage
+    empty if all shards are equal. With ``checksum`` every payload is sent with its CRC32C. ``purpose`` names the stage
     of a multi-stage operation that this one is. ``alternative`` names another algorithm with the same results, and its
     schedule, if the caller left the algorithm to dtcomm: a runtime may use either.
     """

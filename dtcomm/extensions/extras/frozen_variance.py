@@ -200,7 +200,7 @@ class _ShardedFrozenVariance(FrozenVariance):
 def freeze_variance(optimizer: ShardedOptimizer, warmup: int) -> None:
     """Freeze the second moment of a `dtcomm.fsdp.ShardedOptimizer` of Adam or AdamW after a warm-up.
 
-    Call it before the first step, and before a state is loaded. In the first ``warmup`` steps gradients travel
+    Call it before the first step, and before a state is loaded. In the first ``warmup`` steps gradients are sent
     uncompressed.
 
     Args:

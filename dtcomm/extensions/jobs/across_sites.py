@@ -19,7 +19,7 @@ from dtcomm.extensions.jobs.step import JobStep
 from dtcomm.extensions.jobs.training_model import BACKWARD_SHARE
 
 FRAGMENTS = 4  # of Streaming DiLoCo
-DELAY = 5  # steps that a fragment may travel, the tau of Streaming DiLoCo
+DELAY = 5  # steps that the sum of a fragment may take, the tau of Streaming DiLoCo
 
 
 @dataclass(frozen=True, kw_only=True)

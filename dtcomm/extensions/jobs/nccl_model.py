@@ -8,7 +8,7 @@ of a pipeline, and it describes the traffic of NVLS by a factor. The time that w
 
 The last term is the cost of a pipeline with the best number of pieces: with d stages and o seconds per piece, k pieces
 cost (d + k) (o + B / k), whose minimum is 2 sqrt(d o B) above B. ``FILL`` is d o of a protocol; LL needs no pieces,
-since its flags travel with each word. These figures and ``Device.launch_us`` are ours; docs/results/planner.md shows
+since its flags are sent with each word. These figures and ``Device.launch_us`` are ours; docs/results/planner.md shows
 what they do.
 """
 

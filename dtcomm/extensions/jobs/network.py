@@ -4,8 +4,8 @@ A group has ``size`` ranks that are ``stride`` ranks apart. All groups of an axi
 rank has its equal share of its host's ports. Where a group reaches over more hosts than a leaf switch connects, its
 share is divided by the oversubscription.
 
-For a layer of experts `dtcomm.moe` sends rows. A token travels once to each rank that holds one of its experts. In the
-hierarchical form, the default where there are several hosts of several ranks, it travels once to each host, to a rank
+For a layer of experts `dtcomm.moe` sends rows. A token is sent once to each rank that holds one of its experts. In the
+hierarchical form, the default where there are several hosts of several ranks, it is sent once to each host, to a rank
 that passes its bytes on inside the host. Outputs are summed on the way back along the same routes. A row is encoded by
 itself, so its bytes are those of one row and not a share of a long tensor's.
 """
@@ -29,7 +29,7 @@ LOSSY_ALGORITHMS = {
     "all_gather": ("halving", "one_shot", "hierarchical"),
     "all_to_all": ("one_shot",),
 }
-#: Codec of outputs and of gradients where tokens travel in a lossy one, as `dtcomm.moe` has it.
+#: Codec of outputs and of gradients where tokens are sent in a lossy one, as `dtcomm.moe` has it.
 RETURN_CODEC = "bf16"
 INT_BYTES = 4  # of the number of an expert or of a rank
 
@@ -128,7 +128,7 @@ class ExpertRoutes:
         top_k: Experts of a token.
         hosts: Hosts of the group.
         per_host: Ranks of the group on each host.
-        hierarchical: Whether rows travel first between hosts and then inside them. Default: if there are several hosts
+        hierarchical: Whether rows go between hosts first and then inside them. Default: if there are several hosts
             of several ranks.
     """
 
@@ -202,7 +202,7 @@ class ExpertTraffic:
 
     def forward(self) -> dict[str, tuple[float, float]]:
         """Return the bytes of a forward pass to other hosts and inside the host, by what they carry."""
-        # With each token travel the numbers of its experts and of its rank.
+        # Each token is sent with the numbers of its experts and of its rank.
         numbers = INT_BYTES * (self.routes.top_k + 1)
         return {
             "tokens": self.bytes_of(self._row_bytes(self.codec), numbers),

@@ -23,7 +23,7 @@ from dtcomm.extensions.jobs.network import ExpertRoutes, ExpertTraffic, Network
 from dtcomm.extensions.jobs.rank_costs import JobMemory, MicroBatch
 from dtcomm.extensions.jobs.training_model import BUCKET_BYTES, TrainingStep, replay_sharded
 
-MOST_BUCKETS = 128  # gradients of large models travel in larger buckets, so that each fills the links
+MOST_BUCKETS = 128  # gradients of large models are sent in larger buckets, so that each fills the links
 cached_replay = lru_cache(maxsize=4096)(replay_sharded)
 
 

@@ -145,7 +145,7 @@ class Patch:
             The patch.
 
         Raises:
-            PayloadCorrupt: It is damaged or cut off; the message names version and tensor.
+            PayloadCorrupt: It is damaged or too short; the message names version and tensor.
         """
         view = memoryview(data).cast("B")
         view = memoryview(bytearray(view)) if view.readonly else view  # torch takes writable memory only

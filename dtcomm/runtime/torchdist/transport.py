@@ -73,7 +73,7 @@ class Transport:
     ) -> Any:
         """Start messages to and from some ranks; two ranks list what is between them in the same order.
 
-        With ``checksum`` every payload travels with its CRC32C. ``context`` is for error messages.
+        With ``checksum`` every payload is sent with its CRC32C. ``context`` is for error messages.
         """
         raise NotImplementedError
 

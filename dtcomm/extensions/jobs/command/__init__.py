@@ -1,7 +1,7 @@
 """Command ``dtcomm plan``: predict collective times on hardware you do not own, and whether a codec would pay.
 
 `flags` declares the arguments of the subcommands and `options` says what they stand for. `training` has training steps,
-`job` whole jobs, `links` unlike links, and `report` the output.
+`job` whole jobs, `links` links of different speed, and `report` the output.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ COMMANDS = {
             "collective --links 0-1=1gbit:75ms,0-2=500mbit:40ms,1-2=1gbit:90ms",
         ),
         "algbw and busbw count uncompressed bytes, as nccl-tests does; GB is 1e9 bytes,\n"
-        "K, M and G are powers of 1024. docs/guides/planning.md describes the models.",
+        "K, M and G are powers of 1024. docs/how-it-works/planner.md describes the models.",
     ),
     "step": _Command(
         "a training step of DDP or FSDP on links: its time, and which codec pays",

@@ -120,7 +120,7 @@ def add_collective(parser: argparse.ArgumentParser) -> None:
         type=_name_of(names), help=f"{', '.join(names)} (default all_reduce)")  # fmt: skip
     system = _add_system(parser, cpus=True)
     _add_rows(system, (
-        ("--links", "LINKS", str, "unlike links instead, as in the last example, of sites or hosts with --per-host "
+        ("--links", "LINKS", str, "each link of sites or hosts, as in the last example, with --per-host "
          "ranks joined by --inside; or a FILE, such as a report of `dtcomm doctor --json`"),
     ))  # fmt: skip
     group = parser.add_argument_group("what to estimate")

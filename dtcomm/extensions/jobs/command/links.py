@@ -1,4 +1,4 @@
-"""``dtcomm plan collective --links``: unlike links, the hierarchy that suits them, and the codec of each."""
+"""``dtcomm plan collective --links``: links of different speed, the hierarchy for them, and each one's codec."""
 
 from __future__ import annotations
 
