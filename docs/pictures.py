@@ -264,7 +264,7 @@ def decision(figures: dict[str, Any]) -> None:
     for bottom, lines in questions:
         _box(axes, (2, bottom, 42, 9), lines, ask)
     answers = [
-        (62, "yes", ["GPUs: no, use NCCL", "CPU ranks: backend “dtcomm”, no codec"], no),
+        (62, "yes", ["NVLink: no, use NCCL", "CPU ranks: backend “dtcomm”, no codec"], no),
         (44, "yes", ["LocalSGD every 30 steps, int4", "(one cluster: DDP with int8)"], yes),
         (26, "yes", ["int8; read the report after 100 steps", "int4 only after comparing losses"], yes),
         (8, "yes", ["bf16:round=stochastic, then int8", "keep what the report says pays"], maybe),
@@ -278,6 +278,32 @@ def decision(figures: dict[str, Any]) -> None:
     _arrow(axes, (23, 8), (23, 3.6), "no")
     axes.text(23, 2, "Compression gains nothing.", ha="center", va="center", weight="bold")
     _save(figure, "decision", tight=False)
+
+
+def sites(figures: dict[str, Any]) -> None:
+    """Draw when two sites compute and when they send, with each way to train across sites; a schematic."""
+    figure, axes = plt.subplots(figsize=(11, 4.6))
+    ways: list[tuple[str, list[tuple[int, int]], list[tuple[int, int]]]] = [
+        ("DDP: each step waits", [(n, 4) for n in range(0, 96, 12)], [(n + 4, 8) for n in range(0, 96, 12)]),
+        ("DiLoCo: waits every 30 steps", [(0, 40), (48, 40)], [(40, 8), (88, 8)]),
+        ("Streaming DiLoCo: hardly waits", [(0, 96)], [(n, 4) for n in range(16, 96, 16)]),
+        (
+            "… site 2 leaves: site 1 goes on",
+            [(0, 60), (64, 32)],
+            [(16, 4), (32, 4), (48, 4), (60, 4), (80, 4)],
+        ),
+    ]
+    for place, (_, computing, sending) in enumerate(ways):
+        axes.broken_barh(computing, (-3 * place + 0.1, 0.9), color="#4a90c4", edgecolor="white")
+        axes.broken_barh(sending, (-3 * place - 0.9, 0.9), color=COLOUR["int8"], edgecolor="white")
+    axes.axvline(58, 0.02, 0.2, color="#b00020", linewidth=2)
+    axes.text(57, -11, "leaves", color="#b00020", ha="right", va="center")
+    axes.text(65, -11, "the average again", color="#b00020", va="center")
+    axes.set_yticks([-3 * place for place in range(len(ways))], [name for name, *_ in ways])
+    axes.set(xlim=(0, 96), ylim=(-11.8, 1.2), xticks=[], xlabel="time")
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in ("#4a90c4", COLOUR["int8"])]
+    figure.legend(patches, ["a site computes", "bytes between the sites"], loc="lower center", ncols=2)
+    _save(figure, "sites", bottom=0.07)
 
 
 def _save(figure: Any, name: str, *, bottom: float = 0.0, tight: bool = True) -> None:
@@ -307,7 +333,7 @@ def badge(words: str, colour: str) -> str:
 
 
 DRAWINGS: tuple[Callable[[dict[str, Any]], None], ...] = (
-    speedup, gpu_hosts, overlap, loss, bytes_sent, all_reduce, architecture, decision,
+    speedup, gpu_hosts, overlap, loss, bytes_sent, all_reduce, architecture, decision, sites,
 )  # fmt: skip
 
 
