@@ -140,12 +140,20 @@ def task_measure_digits(
     local: int, dtype: int, numel: int, finite_only: bool, tops: int, lows: int
 ) -> NativeTask: ...
 def task_split_digits(
-    ranks: int, tops: int, lows: int, local: int, dtype: int, numel: int, finite: bool, digits: int
+    ranks: int,
+    tops: int,
+    lows: int,
+    local: int,
+    dtype: int,
+    numel: int,
+    finite: bool,
+    digits: int,
+    offsets: Sequence[int],
 ) -> NativeTask: ...
 def task_round_digits(
     ranks: int, tops: int, lows: int, digits: int, numel: int, divisor: int, dtype: int, out: int
 ) -> NativeTask: ...
-def count_digits(ranks: int, tops: int, lows: int, blocks: int) -> tuple[int, bool]: ...
+def count_digits(ranks: int, tops: int, lows: int, blocks: int, parts: int) -> list[int]: ...
 def task_quantize_to_exponents(
     codec: bytes,
     ranks: int,

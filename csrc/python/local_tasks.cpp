@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "python/arguments.h"
 #include "python/bindings.h"
@@ -119,15 +120,20 @@ void bind_rounded_sum(py::module_& module) {
   module.def(
       "task_split_digits",
       [](std::size_t ranks, std::uintptr_t tops, std::uintptr_t lows, std::uintptr_t local, int dtype,
-         std::size_t numel, bool finite, std::uintptr_t digits) {
-        const SumDigits sum = digits_of_sum(ranks, tops, lows);
-        const Contribution from = contribution_of(local, dtype, 0, numel);
+         std::size_t numel, bool finite, std::uintptr_t digits, const std::vector<std::size_t>& offsets) {
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.local.split_digits(sum, from, finite, pointer<std::int32_t>(digits));
+          const std::size_t part = numel / offsets.size(), blocks = part / kRoundedBlock;
+          for (std::size_t i = 0; i < offsets.size(); ++i) {
+            const SumDigits sum = digits_of_sum(ranks, tops + i * blocks, lows + i * blocks);
+            const std::uintptr_t from = local + i * part * size_of(dtype_of(dtype));
+            kernels.local.split_digits(sum, contribution_of(from, dtype, 0, part), finite,
+                                       pointer<std::int32_t>(digits) + offsets[i]);
+          }
         }};
       },
       py::arg("ranks"), py::arg("tops"), py::arg("lows"), py::arg("local"), py::arg("dtype"), py::arg("numel"),
-      py::arg("finite"), py::arg("digits"));
+      py::arg("finite"), py::arg("digits"), py::arg("offsets"),
+      "Splits equal parts of the tensor, of whole blocks if there are several, each to its offset.");
   module.def(
       "task_round_digits",
       [](std::size_t ranks, std::uintptr_t tops, std::uintptr_t lows, std::uintptr_t digits, std::size_t numel,
@@ -143,19 +149,19 @@ void bind_rounded_sum(py::module_& module) {
       py::arg("dtype"), py::arg("out"));
   module.def(
       "count_digits",
-      [](std::size_t ranks, std::uintptr_t tops, std::uintptr_t lows, std::size_t blocks) {
+      [](std::size_t ranks, std::uintptr_t tops, std::uintptr_t lows, std::size_t blocks, std::size_t parts) {
         const SumDigits sum = digits_of_sum(ranks, tops, lows);
         const DigitCuts cuts(ranks);
-        std::size_t halves = 0;
-        std::uint8_t top = 0;
-        for (std::size_t b = 0; b < blocks; ++b) {
-          halves += cuts.halves[span_of(sum.tops[b], sum.lows[b])];
-          top = std::max(top, sum.tops[b]);
+        std::vector<std::size_t> counts(parts);
+        for (std::size_t i = 0; i < parts; ++i) {
+          for (std::size_t b = i * blocks / parts; b < (i + 1) * blocks / parts; ++b) {
+            counts[i] += kHalfBlock * cuts.halves[span_of(sum.tops[b], sum.lows[b])];
+          }
         }
-        return py::make_tuple(halves * kHalfBlock, top != kNaNBlock);
+        return counts;
       },
-      py::arg("ranks"), py::arg("tops"), py::arg("lows"), py::arg("blocks"),
-      "Returns how many integers the digits of the blocks are, and whether all elements are finite.");
+      py::arg("ranks"), py::arg("tops"), py::arg("lows"), py::arg("blocks"), py::arg("parts"),
+      "Returns how many integers the digits of equal parts of the blocks are.");
 }
 
 void bind_shared_randk_sum(py::module_& module) {

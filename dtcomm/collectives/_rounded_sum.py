@@ -27,11 +27,12 @@ from dtcomm.collectives._multi_stage import (
 )
 from dtcomm.kernels import local_tasks
 from dtcomm.kernels.local_tasks import SumRange
+from dtcomm.kernels.reference.reproducible import NAN_BLOCK
 from dtcomm.kernels.reference.rounded_sum import BLOCK
 from dtcomm.runtime.types import Buffers, OpHooks, OpSpec, Plan, TensorSpec
 
 KEPT_PLANS = 64  # of sums that take other numbers of digits
-MESSAGE_ELEMENTS = 2**19  # of a rank: their digits stay in the cache from the split to the rounding
+MESSAGE_ELEMENTS = 2**20  # of all shards: their digits stay in the cache from the split to the rounding
 MIN_SCATTERED_ELEMENTS = 2**16  # of an all_reduce: below, another stage takes more time than it saves
 # Of an all_reduce, and of the reduce_scatter and the all_gather that it may be made of.
 SCATTERED = {name: name for name in ("auto", DIRECT, "ring", "halving", "hierarchical")} | {
@@ -40,12 +41,12 @@ SCATTERED = {name: name for name in ("auto", DIRECT, "ring", "halving", "hierarc
 
 
 class _Region(NamedTuple):
-    """Elements of a tensor: each shard adds ``numel`` of them, the first ``start``, and ``stride`` more per shard."""
+    """Elements of a tensor from ``start`` on: ``numel`` of each shard if they are scattered, else the same of all."""
 
     part: int
     start: int
     numel: int
-    stride: int
+    scattered: bool
 
 
 class RoundedSum(MultiStagePlan):
@@ -67,16 +68,18 @@ class RoundedSum(MultiStagePlan):
             and request.algorithm in SCATTERED
             and sum(numels) >= max(MIN_SCATTERED_ELEMENTS, 16 * BLOCK * ranks**2 * len(numels))
         )
-        self._fields = (
-            ranks if request.collective == "reduce_scatter" else 1
-        )  # of a tensor, cut to blocks on its own
+        # The parts of a tensor that are cut to blocks on their own.
+        self._fields = ranks if request.collective == "reduce_scatter" else 1
         self._shards = ranks if self._scatters else self._fields
+        direct = request.algorithm if request.collective == "all_reduce" else DIRECT
+        self._maximum = request._replace(collective="all_reduce", op="max", algorithm=direct, root=0)
         self._sum = request._replace(op="sum")
         if self._scatters:
             algorithm = SCATTERED[request.algorithm]
             self._sum = self._sum._replace(collective="reduce_scatter", algorithm=algorithm)
-        self._messages = self._cut(numels)
-        self._plans: dict[OpSpec, Plan] = {}
+        self._gather = self._sum._replace(collective="all_gather")
+        self._messages = self._cut([part.numel for part in request.parts])
+        self._plans: dict[tuple[str, tuple[ScratchSize, ...]], Plan] = {}
 
     def _cut(self, numels: Sequence[int]) -> list[list[_Region]]:
         """Return the regions of each message."""
@@ -86,9 +89,9 @@ class RoundedSum(MultiStagePlan):
             share = numel // (self._shards * BLOCK) * BLOCK if self._scatters else 0
             for at in range(0, share, most):
                 count = min(most, share - at)
-                regions.append(_Region(part, at * self._shards, count, count))
+                regions.append(_Region(part, at * self._shards, count, True))
             for at in range(share * self._shards, numel, most):
-                regions.append(_Region(part, at, min(most, numel - at), 0))
+                regions.append(_Region(part, at, min(most, numel - at), False))
         messages: list[list[_Region]] = []
         room = 0
         for region in regions:
@@ -112,62 +115,72 @@ class RoundedSum(MultiStagePlan):
             for top, low in zip(*(torch.split(half, blocks) for half in ranges), strict=True)
         ]
         check = None
-        finite = self._agree(inputs, of_inputs, ranges, seed, finite_only=False)
+        self._agree(inputs, of_inputs, ranges, seed, finite_only=False)
+        finite = not (ranges[0] == NAN_BLOCK).any()
         if not finite:
             check = self._agree_on_non_finite(buffers, seed)
             self._agree(inputs, of_inputs, ranges, seed, finite_only=True)
+        pairs = list(zip(inputs, of_inputs, strict=True))
         stages: list[Stage] = []
-        for regions in self._messages:
-            shards = [
-                [self._piece(inputs, of_inputs, region, shard) for region in regions]
-                for shard in range(self._shards)
-            ]
-            counts = [[agreed.count_digits()[0] for _, agreed in pieces] for pieces in shards]
-            size = _rounded_up(max(map(sum, counts)))
-            own_size = size if self._shards > 1 else 0
-            gathered = [region for region in regions if region.stride]
-            sizes = [(size * self._shards, torch.int32), (own_size, torch.int32)]
-            sizes += [(region.numel, self._request.parts[region.part].dtype) for region in gathered]
-            digits, own_digits, *results = carve(scratch, sizes)
-            split_tasks = []
-            for shard, (pieces, row) in enumerate(zip(shards, counts, strict=True)):
-                parts = torch.split(digits[shard * size : shard * size + sum(row)], row)
-                for (x, agreed), part in zip(pieces, parts, strict=True):
-                    split_tasks.append(local_tasks.split_digits(agreed, x, finite, part))
-            own = self._rank if self._shards > 1 else 0
-            summed = own_digits if self._shards > 1 else digits
-            round_tasks, gathers = [], []
-            results_of = iter(results)
-            for region, (_, agreed), part in zip(
-                regions, shards[own], torch.split(summed[: sum(counts[own])], counts[own]), strict=True
-            ):
-                whole = buffers[region.part].output
-                if whole is None:
-                    continue
-                end = region.start + (region.numel * self._ranks if region.stride else region.numel)
-                out = flat(whole)[region.start : end]
-                if region.stride:
-                    result = next(results_of)
-                    gathers.append(Buffers(result, out))
-                    out = result
-                round_tasks.append(local_tasks.round_digits(agreed, part, self._divisor, out))
-            plan = self._plan_of(self._stage(self._sum, [(size, torch.int32)], "digits"))
-            tensors = Buffers(digits, summed if round_tasks else None)
-            stages.append(Stage(plan, [tensors], OpHooks(before=split_tasks, after=round_tasks)))
-            if gathers:
-                request = self._stage(self._sum._replace(collective="all_gather"), sizes[2:], "results")
-                stages.append(Stage(self._plan_of(request), gathers, OpHooks()))
+        for message in self._messages:
+            stages += self._stages_of(message, buffers, pairs, finite, scratch)
         return stages, check
 
-    def _piece(
-        self, inputs: Sequence[torch.Tensor], ranges: Sequence[SumRange], region: _Region, shard: int
-    ) -> tuple[torch.Tensor, SumRange]:
-        """Return the elements that a shard has of a region, and their ranges."""
-        field = region.part * self._fields + (shard if self._fields > 1 else 0)
-        first = region.start + shard * region.stride
-        blocks = slice(first // BLOCK, -(-(first + region.numel) // BLOCK))
-        ranks, tops, lows = ranges[field]
-        return inputs[field][first : first + region.numel], SumRange(ranks, tops[blocks], lows[blocks])
+    def _stages_of(
+        self,
+        message: Sequence[_Region],
+        buffers: Sequence[Buffers],
+        inputs: Sequence[tuple[torch.Tensor, SumRange]],
+        finite: bool,
+        scratch: Scratch,
+    ) -> list[Stage]:
+        """Return the sum of the digits of a message, and the collective of its results if there is one."""
+        shards, own = self._shards, self._rank if self._shards > 1 else 0
+        # For each region its elements, of all shards or for each, and how many digits each shard has.
+        pieces, counts = [], []
+        for region in message:
+            first, numel = region.start, region.numel * (shards if region.scattered else 1)
+            fields = inputs[region.part * self._fields : (region.part + 1) * self._fields]
+            of_region = [(x[first : first + numel], agreed.of(first, numel)) for x, agreed in fields]
+            count = [
+                n for _, agreed in of_region for n in agreed.count_digits(shards if region.scattered else 1)
+            ]
+            pieces.append(of_region)
+            counts.append(count if len(count) == shards else count * shards)
+        size = _rounded_up(max(map(sum, zip(*counts, strict=True))))
+        scattered = [region for region in message if region.scattered]
+        sizes = [(size * shards, torch.int32), (size if shards > 1 else 0, torch.int32)]
+        sizes += [(region.numel, self._request.parts[region.part].dtype) for region in scattered]
+        digits, own_digits, *results = carve(scratch, sizes)
+        summed = own_digits if shards > 1 else digits
+        split_tasks, round_tasks = [], []
+        gathers: list[Buffers] = []
+        at = [shard * size for shard in range(shards)]
+        for region, of_region, count in zip(message, pieces, counts, strict=True):
+            x, agreed = of_region[own % len(of_region)]
+            if region.scattered:
+                split_tasks.append(local_tasks.split_digits(agreed, x, finite, digits, at))
+                agreed = agreed.of(own * region.numel, region.numel)
+            else:
+                for shard, offset in enumerate(at):
+                    x, of_shard = of_region[shard % len(of_region)]
+                    split_tasks.append(local_tasks.split_digits(of_shard, x, finite, digits, [offset]))
+            part = summed[at[own] - own * size :][: count[own]]
+            at = [offset + n for offset, n in zip(at, count, strict=True)]
+            output = buffers[region.part].output
+            if output is None:
+                continue
+            out = flat(output)[region.start :][: region.numel * (shards if region.scattered else 1)]
+            if region.scattered:
+                gathers.append(Buffers(results[len(gathers)], out))
+                out = results[len(gathers) - 1]
+            round_tasks.append(local_tasks.round_digits(agreed, part, self._divisor, out))
+        tensors = Buffers(digits, summed if round_tasks else None)
+        hooks = OpHooks(before=split_tasks, after=round_tasks)
+        stages = [Stage(self._plan_of(self._sum, ((size, torch.int32),), "digits"), [tensors], hooks)]
+        if gathers:
+            stages.append(Stage(self._plan_of(self._gather, tuple(sizes[2:]), "results"), gathers, OpHooks()))
+        return stages
 
     def _agree(
         self,
@@ -177,14 +190,12 @@ class RoundedSum(MultiStagePlan):
         seed: int,
         *,
         finite_only: bool,
-    ) -> bool:
-        """Make ``ranges`` the ranges of bits of all ranks; return whether all elements are finite."""
+    ) -> None:
+        """Make ``ranges`` the ranges of bits of all ranks."""
         tasks = [
             local_tasks.measure_digits(x, to, finite_only) for x, to in zip(inputs, of_inputs, strict=True)
         ]
-        flat_ranges = ranges.view(-1)
-        self._maximum(flat_ranges).run([Buffers(flat_ranges, flat_ranges)], seed, OpHooks(before=tasks))
-        return all(agreed.count_digits()[1] for agreed in of_inputs)
+        self._run_maximum(ranges.view(-1), seed, OpHooks(before=tasks))
 
     def _agree_on_non_finite(self, buffers: Sequence[Buffers], seed: int) -> Check:
         """Return what writes the sums that are Inf or NaN: those of the floating-point standard, in any order."""
@@ -192,7 +203,7 @@ class RoundedSum(MultiStagePlan):
         x = torch.cat([tensor.float() for tensor in inputs])
         nan = x.isnan()
         seen = torch.stack([(x == torch.inf) | nan, (x == -torch.inf) | nan]).to(torch.uint8)
-        self._maximum(seen).run([Buffers(seen.view(-1), seen.view(-1))], seed, None)
+        self._run_maximum(seen.view(-1), seed, None)
         upper, lower = seen.bool()
         value = torch.where(upper & lower, torch.nan, torch.where(upper, torch.inf, -torch.inf))
         numels = [tensor.numel() for tensor in inputs]
@@ -209,25 +220,21 @@ class RoundedSum(MultiStagePlan):
 
         return write
 
-    def _maximum(self, of: torch.Tensor) -> Plan:
-        """Return the plan of the largest bytes of all ranks."""
-        algorithm = self._request.algorithm if self._request.collective == "all_reduce" else DIRECT
-        request = OpSpec("all_reduce", "max", (), algorithm, checksum=self._request.checksum)
-        return self._plan_of(self._stage(request, [(of.numel(), torch.uint8)], "ranges of bits"))
+    def _run_maximum(self, of: torch.Tensor, seed: int, hooks: OpHooks | None) -> None:
+        """Replace bytes by the largest of all ranks."""
+        plan = self._plan_of(self._maximum, ((of.numel(), of.dtype),), "ranges of bits")
+        plan.run([Buffers(of, of)], seed, hooks)
 
-    def _plan_of(self, request: OpSpec) -> Plan:
-        """Return the plan of a stage, whose size may depend on the data."""
-        plan = self._plans.pop(request, None)
+    def _plan_of(self, request: OpSpec, sizes: tuple[ScratchSize, ...], what: str) -> Plan:
+        """Return the plan of a stage, whose size may depend on the data. Its name stands for the request."""
+        plan = self._plans.pop((what, sizes), None)
         if plan is None:
-            plan = self._prepare(request)
-        self._plans[request] = plan  # the last one is the one that was used last
+            parts = tuple(TensorSpec(numel, dtype, NONE) for numel, dtype in sizes)
+            plan = self._prepare(request._replace(parts=parts, purpose=f"{what} of {self._name}"))
+        self._plans[what, sizes] = plan  # the last one is the one that was used last
         if len(self._plans) > KEPT_PLANS:
             del self._plans[next(iter(self._plans))]
         return plan
-
-    def _stage(self, request: OpSpec, sizes: Sequence[ScratchSize], what: str) -> OpSpec:
-        parts = tuple(TensorSpec(numel, dtype, NONE) for numel, dtype in sizes)
-        return request._replace(parts=parts, purpose=f"{what} of {self._name}")
 
 
 def _rounded_up(count: int) -> int:

@@ -28,7 +28,7 @@ from dtcomm.codecs.cast import RoundedExact
 from dtcomm.kernels import counter_rng, dispatch
 from dtcomm.kernels.calls import address
 from dtcomm.kernels.reference import reproducible, rounded_sum, sparse
-from dtcomm.kernels.reference.floats import Bytes, Floats, canonical, get, put
+from dtcomm.kernels.reference.floats import Floats, canonical, get, put
 from dtcomm.kernels.reference.reproducible import NAN_BLOCK
 from dtcomm.kernels.reference.sparse import ROUNDS, positions
 from dtcomm.streams import copy_to_device
@@ -36,6 +36,7 @@ from dtcomm.streams import copy_to_device
 ALL_RANKS = 0xFFFFFFFF  # the rank number in keys that all ranks share
 AUDIT_OK = _C.AUDIT_OK
 AUDIT_RUN = _C.AUDIT_RUN
+ROUNDED = RoundedExact()
 _MASK32 = 0xFFFFFFFF
 
 
@@ -266,12 +267,14 @@ class SumRange(NamedTuple):
     def native(self) -> tuple[int, int, int]:
         return self.ranks, self.tops.data_ptr(), self.lows.data_ptr()
 
-    def reference(self) -> tuple[int, Bytes, Bytes]:
-        return self.ranks, self.tops.numpy(), self.lows.numpy()
+    def of(self, first: int, numel: int) -> SumRange:
+        """The ranges of elements from ``first`` on, which begins a block."""
+        blocks = slice(first // rounded_sum.BLOCK, -(-(first + numel) // rounded_sum.BLOCK))
+        return SumRange(self.ranks, self.tops[blocks], self.lows[blocks])
 
-    def count_digits(self) -> tuple[int, bool]:
-        """How many integers the digits of the blocks are, and whether all elements are finite."""
-        return _C.count_digits(*self.native(), self.tops.numel())
+    def count_digits(self, parts: int = 1) -> list[int]:
+        """How many integers the digits of each of so many equal parts of the blocks are."""
+        return _C.count_digits(*self.native(), self.tops.numel(), parts)
 
 
 def measure_digits(x: torch.Tensor, to: SumRange, finite_only: bool) -> LocalTask:
@@ -293,14 +296,33 @@ def measure_digits(x: torch.Tensor, to: SumRange, finite_only: bool) -> LocalTas
     )
 
 
-def split_digits(agreed: SumRange, x: torch.Tensor, finite: bool, digits: torch.Tensor) -> LocalTask:
-    """``digits`` (int32) <- the digits of x. ``finite``: all elements are."""
+def split_digits(
+    agreed: SumRange, x: torch.Tensor, finite: bool, digits: torch.Tensor, offsets: Sequence[int] = (0,)
+) -> LocalTask:
+    """``digits`` (int32) <- the digits of equal parts of x, each from its offset on. ``finite``: all elements are.
+
+    If there are several parts, they are whole blocks.
+    """
+
+    def reference() -> None:
+        part = x.numel() // len(offsets)
+        for i, offset in enumerate(offsets):
+            _, tops, lows = agreed.of(i * part, part)
+            made = rounded_sum.split(agreed.ranks, tops.numpy(), lows.numpy(), get(x[i * part :][:part]))
+            _store(digits[offset : offset + len(made)], made)
+
     return _cpu_task(
         (x, agreed.tops, agreed.lows, digits),
         native=lambda: _C.task_split_digits(
-            *agreed.native(), x.data_ptr(), ELEMENT_TYPES[x.dtype], x.numel(), finite, digits.data_ptr()
+            *agreed.native(),
+            x.data_ptr(),
+            ELEMENT_TYPES[x.dtype],
+            x.numel(),
+            finite,
+            digits.data_ptr(),
+            offsets,
         ),
-        reference=lambda: _store(digits, rounded_sum.split(*agreed.reference(), get(x))),
+        reference=reference,
     )
 
 
@@ -308,10 +330,10 @@ def round_digits(agreed: SumRange, digits: torch.Tensor, divisor: int, out: torc
     """``out`` <- the value of the digits' sums, divided, rounded once to the type of ``out``."""
 
     def reference() -> None:
-        narrower = out.dtype != torch.float32
+        tops, lows, narrower = agreed.tops.numpy(), agreed.lows.numpy(), out.dtype != torch.float32
         put(
             out,
-            rounded_sum.rounded(*agreed.reference(), digits.numpy(), out.numel(), divisor, narrower),
+            rounded_sum.rounded(agreed.ranks, tops, lows, digits.numpy(), out.numel(), divisor, narrower),
         )
 
     return _cpu_task(
@@ -335,12 +357,11 @@ def _cpu_task(
     reference: Callable[[], None],
 ) -> LocalTask:
     """A task of a correctly rounded sum. There is no form of it for CUDA tensors."""
-    codec = RoundedExact()
     if not tensors[0].is_cpu:
         raise ValueError(
-            f"codec: {codec} sums CPU tensors, and the tensor is on {tensors[0].device}; valid: exact"
+            f"codec: {ROUNDED} sums CPU tensors, and the tensor is on {tensors[0].device}; valid: exact"
         )
-    return _task(codec, tensors, native=native, reference=reference, device=reference)
+    return _task(ROUNDED, tensors, native=native, reference=reference, device=reference)
 
 
 def gather_values(
