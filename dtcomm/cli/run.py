@@ -10,13 +10,14 @@ or call `dtcomm.ddp.compress` itself until then; such a module is left alone. At
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import runpy
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,24 +57,22 @@ def main(argv: Sequence[str]) -> int:
         )
         os.execv(sys.executable, [sys.executable, *map(str, torchrun), "-m", "dtcomm", "run", *argv])
     compression = Compression(for_ddp, for_fsdp)
-    compression.install()
     sys.argv = [arguments.script, *arguments.arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if arguments.module else os.path.dirname(os.path.abspath(arguments.script))
-    try:
-        if arguments.module:
-            runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(arguments.script, run_name="__main__")
-    except SystemExit:
-        compression.print_reports(arguments.json)
-        raise
-    except Exception as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
-            trace = trace.tb_next  # the script's traceback begins with the script
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        return 1
+    run = functools.partial(runpy.run_module, alter_sys=True) if arguments.module else runpy.run_path
+    with compression.watching():
+        try:
+            run(arguments.script, run_name="__main__")
+        except SystemExit:
+            compression.print_reports(arguments.json)
+            raise
+        except Exception as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+                trace = trace.tb_next  # the script's traceback begins with the script
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            return 1
     compression.print_reports(arguments.json)
     return 0
 
@@ -163,8 +162,9 @@ class Compression:
         self._reports: list[Report] = []
         self._found = False
 
-    def install(self) -> None:
-        """Let DDP's constructor and `fully_shard` announce their modules."""
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let DDP's constructor and `fully_shard` announce their modules, inside the context."""
         init, shard = DistributedDataParallel.__init__, fully_shard
 
         @functools.wraps(init)
@@ -179,12 +179,21 @@ class Compression:
                 self._wait_for(module)
             return sharded
 
-        DistributedDataParallel.__init__ = init_and_wait  # type: ignore[method-assign,assignment]
-        for module in list(
-            sys.modules.values()
-        ):  # every module of torch that has the function under its name
-            if getattr(module, "__dict__", {}).get("fully_shard") is shard:
+        # Every module of torch that has the function under its name.
+        modules = [
+            module
+            for module in list(sys.modules.values())
+            if getattr(module, "__dict__", {}).get("fully_shard") is shard
+        ]
+        with contextlib.ExitStack() as undo:
+            undo.callback(setattr, DistributedDataParallel, "__init__", init)
+            DistributedDataParallel.__init__ = init_and_wait  # type: ignore[method-assign,assignment]
+            for module in modules:
+                undo.callback(vars(module).update, fully_shard=shard)
                 vars(module)["fully_shard"] = shard_and_wait
+            yield
+        if self._hook is not None:
+            self._hook.remove()
 
     def _wait_for(self, module: Any) -> None:
         self._found = True
@@ -262,6 +271,8 @@ class Compression:
             return
         if not self._found:
             _say("nothing was compressed: the script made no DistributedDataParallel, nor called fully_shard")
+        elif self._waiting:
+            _say("a model of the script was not compressed: it was never called")
         if write_json({"reports": [report.to_dict() for report in self._reports]}, target, allow_nan=True):
             for report in self._reports:
                 report.print()

@@ -2,63 +2,133 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from dtcomm.cli import run
+from tests.support.rank_tests import on_ranks
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(Path(__file__).with_name("training_script.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-RUN = ("-m", "dtcomm", "run", "--codec", "int4")
 
 
-def python(*arguments: str, fails: bool = False) -> tuple[str, str]:
-    """Run Python with arguments; return what it wrote to its outputs."""
+def run_script(rank: int, *arguments: str, plain: bool = False) -> tuple[str, str]:
+    """Run a command line, or the script without dtcomm if it is ``plain``, in this rank; return what it printed."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as output:
+        patch.setenv("RANK", str(rank))
+        patch.setattr(sys, "argv", [SCRIPT, *arguments])
+        patch.setattr(sys, "path", ["", *sys.path])
+        with redirect_stderr(StringIO()) as errors, pytest.raises(SystemExit) as end:
+            if plain:
+                run.runpy.run_path(SCRIPT, run_name="__main__")
+                sys.exit(0)
+            sys.exit(run.main(arguments))
+        assert bool(end.value.code) == ("failing" in arguments), errors.getvalue()
+    return output.getvalue(), errors.getvalue()
+
+
+def losses_of(output: str) -> str:
+    return next((line for line in output.splitlines() if line.startswith("losses")), "")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_the_losses_are_those_of_an_explicit_call(rank: int, ranks: int, kind: str) -> None:
+    plain = losses_of(run_script(rank, kind, "plain", plain=True)[0])
+    explicit = losses_of(run_script(rank, kind, "compressed", plain=True)[0])
+    output, errors = run_script(rank, "--codec", "int4", SCRIPT, kind, "plain")
+    assert not errors
+    if rank:
+        assert not output
+    else:
+        assert losses_of(output) == explicit != plain
+        assert output.count(f"dtcomm {kind.upper()}: ") == 1
+        assert "rank 0 of 2, 12 steps" in output and "int4" in output
+    # What the command replaced is as before.
+    assert losses_of(run_script(rank, kind, "plain", plain=True)[0]) == plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "says"),
+    [
+        (
+            "ddp",
+            "compressed",
+            "a DistributedDataParallel has a communication hook of the script and is left alone",
+        ),
+        (
+            "ddp",
+            "hooked",
+            "a DistributedDataParallel has a communication hook of the script and is left alone",
+        ),
+        ("fsdp", "compressed", "an FSDP2 model has collectives that the script chose and is left alone"),
+        ("ddp", "idle", "a model of the script was not compressed: it was never called"),
+        (
+            "none",
+            "plain",
+            "nothing was compressed: the script made no DistributedDataParallel, nor called fully_shard",
+        ),
+    ],
+)
+@on_ranks(2)
+def test_what_is_not_compressed_is_said_once(rank: int, ranks: int, kind: str, own: str, says: str) -> None:
+    output, errors = run_script(rank, SCRIPT, kind, own)
+    assert errors == ("" if rank else f"dtcomm run: {says}\n") and "verdict" not in output
+    if own in ("compressed", "hooked"):
+        explicit = losses_of(run_script(rank, kind, own, plain=True)[0])
+        assert losses_of(output) == explicit and bool(explicit) == (rank == 0)
+
+
+@on_ranks(2)
+def test_a_module_options_and_the_report_as_json(rank: int, ranks: int) -> None:
+    options = ["--codec", "int4", "--exclude", "0", "--guard", "off", "--feedback", "on", "--json", "-"]
+    output, errors = run_script(rank, *options, "-m", "tests.ranks.cli.training_script", "ddp", "plain")
+    assert not errors and bool(output) == (rank == 0)
+    if rank == 0:
+        (report,) = json.loads(output[output.index("{") :])["reports"]
+        assert (report["integration"], report["world_size"], report["feedback"]) == ("DDP", 2, True)
+        codecs = {name: row["codec"] for row in report["rows"] for name in row["names"]}
+        assert codecs == {"0.weight": "none", "0.bias": "none", "2.weight": "int4", "2.bias": "none"}
+
+
+@on_ranks(2)
+def test_pairs_of_steps_are_measured_and_the_report_is_written_by_rank_0(
+    rank: int, ranks: int, tmp_path: Path
+) -> None:
+    file = tmp_path / f"report{rank}.json"
+    run_script(rank, "--parameters", "int8", "--verify", "1", "--json", str(file), SCRIPT, "fsdp", "plain")
+    assert file.exists() == (rank == 0)
+    if rank == 0:
+        (report,) = json.loads(file.read_text())["reports"]
+        assert {row["what"] for row in report["rows"]} == {"gradients", "parameters"}
+        assert 0 < report["wire_bytes"] < report["plain_bytes"]
+        assert report["payoff"]["compressed_ms"] > 0 and report["payoff"]["verdict"]
+
+
+@on_ranks(2)
+def test_the_traceback_of_a_script_begins_with_the_script(rank: int, ranks: int) -> None:
+    output, errors = run_script(rank, SCRIPT, "ddp", "failing")
+    assert "verdict" not in output and "LookupError: of the script" in errors
+    assert "runpy" not in errors.split("LookupError")[0] and f'File "{SCRIPT}"' in errors
+
+
+@pytest.mark.slow
+def test_the_command_starts_torchrun() -> None:
+    command = ["-m", "dtcomm", "run", "--nproc-per-node", "2", "--codec", "int8", SCRIPT, "ddp", "plain"]
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         check=False,
     )
-    assert (done.returncode != 0) == fails, done.stderr
-    return done.stdout, done.stderr
-
-
-def losses_of(output: str) -> str:
-    return next(line for line in output.splitlines() if line.startswith("losses"))
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_the_losses_are_those_of_an_explicit_call(kind: str) -> None:
-    plain = python(*TORCHRUN, SCRIPT, kind, "plain")[0]
-    explicit = python(*TORCHRUN, SCRIPT, kind, "compressed")[0]
-    run = python(*TORCHRUN, *RUN, SCRIPT, kind, "plain")[0]
-    assert losses_of(run) == losses_of(explicit) != losses_of(plain)
-    assert run.count(f"dtcomm {kind.upper()}: ") == 1 and "rank 0 of 2, 6 steps" in run and "int4" in run
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_script_that_compresses_itself_is_left_alone(kind: str) -> None:
-    explicit = python(*TORCHRUN, SCRIPT, kind, "compressed")[0]
-    output, errors = python(
-        "-m", "dtcomm", "run", "--nproc-per-node", "2", "--codec", "int8", SCRIPT, kind, "compressed"
-    )
-    assert losses_of(output) == losses_of(explicit)
-    assert errors.count("is left alone") == 1 and "verdict" not in output
-
-
-def test_a_script_without_a_model_is_told_what_is_compressed() -> None:
-    errors = python(*TORCHRUN, *RUN, SCRIPT, "none", "plain")[1]
-    assert errors.count("made no DistributedDataParallel, nor called fully_shard") == 1
-
-
-def test_the_traceback_of_a_script_begins_with_the_script() -> None:
-    output, errors = python(*TORCHRUN, *RUN, SCRIPT, "ddp", "failing", fails=True)
-    assert "verdict" not in output and "LookupError: of the script" in errors
-    assert "runpy" not in errors.split("LookupError")[0] and f'File "{SCRIPT}"' in errors
+    assert done.returncode == 0, done.stderr
+    assert losses_of(done.stdout) and done.stdout.count("dtcomm DDP: ") == 1

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 kind, own = sys.argv[1:]
 assert __name__ == "__main__" and sys.argv[0].endswith("training_script.py")
-dist.init_process_group("gloo")
+makes_group = not dist.is_initialized()
+if makes_group:
+    dist.init_process_group("gloo")
 torch.manual_seed(0)
 net: Any = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
 if kind == "none":
-    dist.destroy_process_group()
     sys.exit(0)
 if kind == "ddp":
     net = DDP(net)
@@ -29,10 +31,14 @@ if own == "compressed":
 
     options = {"gradients": "int4"} if kind == "fsdp" else {"codec": "int4"}
     getattr(dtcomm, kind).compress(net, **options)
+if own == "hooked":
+    net.register_comm_hook(None, fp16_compress_hook)
+if own == "idle":
+    sys.exit(0)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
 losses = []
-for _ in range(6):
+for _ in range(12):
     loss = (net(batch) - batch).square().mean()
     loss.backward()
     optimizer.step()
@@ -40,6 +46,7 @@ for _ in range(6):
     losses.append(float(loss.detach()))
 if dist.get_rank() == 0:
     print("losses", losses)
-dist.destroy_process_group()
+if makes_group:
+    dist.destroy_process_group()
 if own == "failing":
     raise LookupError("of the script")
