@@ -114,7 +114,7 @@ class ProcessGroupConsensus:
 
     Attributes:
         device: The device of the gradients; None for the CPU.
-        agreeing_groups: Other groups, such as those of tensor parallelism, whose ranks choose alike. Default: none.
+        agreeing_groups: Other groups whose ranks choose the same, such as those of tensor parallelism. Default: none.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -25,7 +25,7 @@ NONE = codec("none")
 
 
 class Chooser:
-    """Chooses what the gradient of each parameter is compressed with, alike on all ranks; this one asks a policy.
+    """Chooses what the gradient of each parameter is compressed with, the same on all ranks; this one asks a policy.
 
     Attributes:
         schemes: All schemes that may ever be chosen.

@@ -33,8 +33,8 @@ class Options(TypedDict, total=False):
             several hosts that have several ranks each, and with codecs for two levels, "direct" means "hierarchical",
             of which the same is true. Default "direct".
         seed: The seed of stochastic rounding; the step is mixed in. Default 0.
-        exclude: Shell patterns of parameters, or of modules with all that they contain, that stay uncompressed, such
-            as ``"lm_head"`` or ``["*.norm*", "embed"]``. Default: none.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that are sent uncompressed,
+            such as ``"lm_head"`` or ``["*.norm*", "embed"]``. Default: none.
         sample_every: Measure the relative error in every step that this divides, for the guard and the report; 0:
             never. Default 50.
         guard: Limits beyond which compression counts as harmful, and what is done then; None: no guard. What happened

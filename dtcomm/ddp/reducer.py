@@ -179,7 +179,7 @@ class Reducer:
         self._complete = False  # whether the last bucket of the pass was started
         self._ranks, self._key = 1, 0  # of this pass
         self._samples: tuple[int, int] | None = (
-            None  # of this rank and of all ranks in a pass; None: alike on all
+            None  # of this rank and of all ranks in a pass; None: the same on all
         )
         self._active = 0  # ranks that have inputs in this pass, where gradients are divided by them
         self._waiting = AsyncRange("")

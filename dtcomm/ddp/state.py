@@ -84,7 +84,7 @@ class DDPState(Reporting):
         parameters: (name, parameter) pairs, as of ``module.named_parameters()``. Without them a parameter is called
             ``parameter.K``, in the order in which buckets first contain them, which is the same in every process and
             run with the same model and bucket size. They also say over which ranks tensor parallelism cuts the model:
-            the guard and "auto" decide the same on these.
+            the guard and "auto" make the same decisions on these.
 
     Attributes:
         group: The process group.
@@ -142,7 +142,7 @@ class DDPState(Reporting):
             guard = None  # nothing is lost, so nothing can be harmful
         self._monitor = Monitor(guard, group, momentum=common_momentum(self._chooser.schemes))
         self._reducer = Reducer(group, self._chooser, self._monitor, named, feedback, options)
-        self._decide_alike([parameter for _, parameter in named or ()])
+        self._set_agreeing_groups([parameter for _, parameter in named or ()])
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("ddp")
         if timeline:
@@ -168,10 +168,10 @@ class DDPState(Reporting):
             raise ValueError("verify: dgc replaces the optimizer's momentum and cannot come and go; valid: 0")
         return verifier
 
-    def _decide_alike(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let the guard and "auto" decide alike on ranks of tensor parallelism.
+    def _set_agreeing_groups(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let the guard and "auto" make the same decisions on all ranks of tensor parallelism.
 
-        They have copies of norms and biases. With another codec on each of them the copies would drift apart.
+        They have copies of norms and biases. With another codec on each of them the copies would become different.
         """
         groups = {group.group_name: group for own in shard_groups(parameters) for group in own}
         self._monitor.agreeing_groups = self._consensus.agreeing_groups = tuple(groups.values())

@@ -284,7 +284,7 @@ def _attach_to_module(
         state.group = mesh.shard_process_group
         if _has_replicas(mesh):
             state.num_replicas, state.replica_index = mesh.replicate_mesh_size, mesh.replicate_mesh_rank
-            state.decide_alike_over([mesh.replicate_process_group])
+            state.agree_over([mesh.replicate_process_group])
             state.add_note(
                 f"{name or ROOT}: torch averages the gradients of {mesh.replicate_mesh_size} replicas, "
                 "uncompressed; to compress that, pass fully_shard the shards' dimension of the mesh alone, and "
@@ -293,11 +293,11 @@ def _attach_to_module(
         state.on_detach(_restorer(group))
     if replicas is not None:
         state.num_replicas, state.replica_index = replicas.size(), replicas.rank()
-        state.decide_alike_over([replicas])
+        state.agree_over([replicas])
     parts = None
     for group in groups:
         tensor_parallel_groups, parts = split_module(name, module, group)
-        state.decide_alike_over(tensor_parallel_groups)
+        state.agree_over(tensor_parallel_groups)
     _set_collectives(state, name, module, replicas, overlap, parts)
     # Loaded parameters differ from the references by more than an update; the next gather must send whole values.
     handle = module.register_load_state_dict_post_hook(  # type: ignore[attr-defined]
@@ -385,7 +385,7 @@ def _attach_to_fsdp1(state: FSDPState, model: FullyShardedDataParallel, replicas
 
 
 def _require_unmixed_units(state: FSDPState, model: FullyShardedDataParallel) -> None:
-    """Let the guard decide alike on tensor-parallel ranks, and refuse units that these ranks would round differently.
+    """Let tensor-parallel ranks follow the same guard, and refuse units that these ranks would round differently.
 
     FSDP1 keeps the parameters of a unit as one flat parameter, and its hook gets one gradient, which cannot be encoded
     in parts.
@@ -404,7 +404,7 @@ def _require_unmixed_units(state: FSDPState, model: FullyShardedDataParallel) ->
             layer = info.module  # its parameters are views of the flat one by now, but it knows their names
             group = layer.shard_group(info.param_name) if isinstance(layer, ShardedModule) else None
             cut[own_name] = [*placement_groups(extension), *([] if group is None else [group])]
-        state.decide_alike_over(group for groups in cut.values() for group in groups)
+        state.agree_over(group for groups in cut.values() for group in groups)
         spec = state.spec(name, state.gradients)
         if spec.lossless(flat.parameter.dtype) or not any(cut.values()) or all(cut.values()):
             continue
@@ -412,7 +412,7 @@ def _require_unmixed_units(state: FSDPState, model: FullyShardedDataParallel) ->
         raise ValueError(
             f"model: in the FSDP1 unit {name or ROOT!r} tensor parallelism cuts some parameters, but all of its ranks "
             f"have {', '.join(whole[:3])}{', ...' if len(whole) > 3 else ''}; encoded as one flat gradient, these "
-            "copies would drift apart. Use fully_shard (FSDP2), which encodes them apart, or exclude the unit "
+            "copies would become different. Use fully_shard (FSDP2), which encodes them apart, or exclude the unit "
             f"(exclude={name or ROOT!r}), or wrap what tensor parallelism cuts in units of their own"
         )
 

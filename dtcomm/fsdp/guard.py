@@ -115,8 +115,8 @@ class ShardGuard:
         """Begin a step, on all ranks of ``group``: evaluate the measurements of the one before.
 
         On devices the averaged measurements are read one step later, so that the host does not wait for the device. The
-        ranks of ``agreeing_groups`` have the same modules, and decide alike: otherwise the parameters that all of them
-        have would be encoded differently. Returns the modules whose residuals must be reset.
+        ranks of ``agreeing_groups`` have the same modules, and make the same decisions: otherwise the parameters that
+        all of them have would be encoded differently. Returns the modules whose residuals must be reset.
 
         Raises:
             CompressionHarmful: The guard's action is "error".

@@ -166,7 +166,7 @@ class CompressionSpec:
             if dtype not in level.dtypes:
                 return f"{level} does not support {dtype_name}"
         if any(level.variable_length for level in self.codecs()):
-            return ""  # wire_bytes is a bound; what would not shrink is sent as it is
+            return ""  # wire_bytes is a bound; what would not become smaller is sent as it is
         plain_bytes = codec("none").wire_bytes(numel, dtype)
         # Reproducible codecs are chosen for their sums, whatever their size.
         if any(level.reproducible or level.wire_bytes(numel, dtype) < plain_bytes for level in self.codecs()):
@@ -235,8 +235,8 @@ def _parse(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> Compr
         )
     if "->" in spec:
         raise ValueError(
-            f"{argument}: {spec!r} is a policy, which is for dtcomm.ddp.compress; here a module's parameters are "
-            "sent as one tensor with one codec, and exclude= leaves modules uncompressed"
+            f"{argument}: {spec!r} is a policy, which is for dtcomm.ddp.compress; here a module's parameters are sent "
+            "as one tensor with one codec, and exclude= leaves modules uncompressed"
         )
     prefix, colon, codecs = spec.strip().partition(":")
     if not colon or prefix not in (*FEEDBACKS, *PARAMETER_PREFIXES):

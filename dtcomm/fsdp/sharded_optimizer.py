@@ -189,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         compression = self._compression
         all_groups = shard_groups(parameter for _, parameter in parameters)
         groups = {str(group.group_name): group for own in all_groups for group in own}
-        compression.decide_alike_over(groups.values())
+        compression.agree_over(groups.values())
 
         def finish(key: _BucketKey) -> None:
             name = f"group {number}, bucket {len(buckets)}"

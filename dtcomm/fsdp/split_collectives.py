@@ -3,9 +3,9 @@
 FSDP sends all parameters of a module as one flat tensor. Were it encoded as one, a block of a codec could hold elements
 of a layer's shard beside elements of a norm or a bias. The ranks of tensor parallelism have different shards, so the
 block would have another scale on each of them, and each would round the same norm or bias differently: what should be
-copies would drift apart. Here the flat tensor is sent as several parts, each encoded by itself, with residuals, guard
-and counters of its own. The part of the replicated parameters has equal inputs, seeds and residuals on all of these
-ranks, and so equal results.
+copies would become different. Here the flat tensor is sent as several parts, each encoded by itself, with residuals,
+guard and counters of its own. The part of the replicated parameters has equal inputs, seeds and residuals on all of
+these ranks, and so equal results.
 """
 
 from __future__ import annotations

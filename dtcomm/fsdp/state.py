@@ -393,7 +393,7 @@ class FSDPState(Reporting):
             self.warn(f"{self._uncompressed()}; see state.report()")
 
     def warn(self, text: str) -> None:
-        """Log a line on the first rank, because all ranks find it."""
+        """Log a line on the first rank, because all ranks find the same."""
         if self.rank == 0:
             _log.warning("%s: %s", LOG_NAMES[self.integration], text)
 
@@ -412,7 +412,7 @@ class FSDPState(Reporting):
         if self._has_reduced or not self._has_begun:
             self.begin_step()
 
-    def decide_alike_over(self, groups: Iterable[dist.ProcessGroup]) -> None:
+    def agree_over(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Add groups to `agreeing_groups`."""
         known = {group.group_name for group in self.agreeing_groups}
         for group in groups:

@@ -59,7 +59,7 @@ class Island:
     """What the ranks of an island do together around an average of the model.
 
     ``tensor_parallel_groups`` are those over which layers of `dtcomm.tp` are cut. Their ranks have copies of the other
-    parameters, and the guard decides alike on them.
+    parameters, and the guard makes the same decisions on them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -54,7 +54,7 @@ class LocalSGD(Reporting):
     with the same bits on all ranks.
 
     With ``fragments`` above 1 the model is averaged in parts, one after the other within ``every`` steps, so that
-    messages are smaller and spread over time. With ``delay`` above 0 an average is sent while the model is trained on:
+    messages are smaller and spread over time. With ``delay`` above 0 an average is sent while training continues:
     the differences after step t are averaged, the outer optimizer moves the common weights of the fragment, and after
     step t + ``delay`` its weights w become w + ``mixing`` (common - w). This is Streaming DiLoCo.
 
