@@ -26,6 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm.codecs.cast import ROUNDED, RoundedExact
 from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.kernels import local_tasks
+from dtcomm.kernels.local_tasks import SumRange
+from dtcomm.kernels.reference.reproducible import NAN_BLOCK
+from dtcomm.kernels.reference.rounded_sum import BLOCK
 from dtcomm.torch_compat import (
     DDPMeshInfo,
     GradBucket,
@@ -76,18 +79,15 @@ def sum_terms(
         return like.new_empty(shape)
     rows = [term.detach().contiguous().view(shards, numel) for term in terms]
 
-    ranges = torch.zeros(2, shards, codec.blocks(numel), dtype=torch.uint8)
+    ranges = torch.zeros(2, shards, -(-numel // BLOCK), dtype=torch.uint8)
     measured = torch.empty_like(ranges)
     for term in rows:
         for shard in range(shards):
-            top, low = measured[:, shard]
-            local_tasks.measure_digits(codec, term[shard], top, low, False)()
+            local_tasks.measure_digits(term[shard], SumRange(count, *measured[:, shard]), False)()
         torch.maximum(ranges, measured, out=ranges)
     if ranks > 1:
         all_reduce(ranges, "max", group=group)
-    tops, lows = ranges
-    counts = [local_tasks.count_digits(count, *pair) for pair in zip(tops, lows, strict=True)]
-    if not all(finite for *_, finite in counts):
+    if bool((ranges[0] == NAN_BLOCK).any()):
         finite = [torch.where(term.isfinite(), term, 0) for term in terms]
         total = sum_terms(finite, count, divisor=divisor, group=group, scatter=scatter, alone=alone)
         # The sum of these terms, with zeros for the others, is not rounded.
@@ -97,29 +97,18 @@ def sum_terms(
         special = special.chunk(shards)[own]
         return torch.where(special.isfinite(), total, special)
 
-    bits = 31 - (count - 1).bit_length()
-    wide = max((-(-span // bits) - 1 for _, some, span, _ in counts if some), default=0)
-    sizes = [(numel, middle * codec.block, some * codec.block * wide) for middle, some, _, _ in counts]
-    agreed = [
-        local_tasks.SumRange(codec=codec, ranks=count, wide=wide, tops=top, lows=low)
-        for top, low in zip(tops, lows, strict=True)
-    ]
-    totals = [
-        torch.zeros(shards, max(row[k] for row in sizes), dtype=dtype)
-        for k, dtype in enumerate((torch.int32, torch.int16, torch.int32))
-    ]
+    agreed = [SumRange(count, *ranges[:, shard]) for shard in range(shards)]
+    sizes = [of_shard.count_digits()[0] for of_shard in agreed]
+    total = torch.zeros(shards, max(sizes), dtype=torch.int32)
     for term in rows:
-        for shard in range(shards):
-            digits = [torch.empty(n, dtype=t.dtype) for n, t in zip(sizes[shard], totals, strict=True)]
-            local_tasks.split_digits(agreed[shard], term[shard], True, *digits)()
-            for total, part in zip(totals, digits, strict=True):
-                total[shard, : len(part)] += part
-    for total in totals:
-        if ranks > 1 and total.numel():
-            reduce_scatter(total[own], total, group=group) if scatter else all_reduce(total, group=group)
-    first, middle, above = [total[own, :n] for n, total in zip(sizes[own], totals, strict=True)]
+        for shard, size in enumerate(sizes):
+            digits = torch.empty(size, dtype=torch.int32)
+            local_tasks.split_digits(agreed[shard], term[shard], True, digits)()
+            total[shard, :size] += digits
+    if ranks > 1 and total.numel():
+        reduce_scatter(total[own], total, group=group) if scatter else all_reduce(total, group=group)
     out = like.new_empty(numel)
-    local_tasks.round_digits(agreed[own], first, middle, above, divisor, out)()
+    local_tasks.round_digits(agreed[own], total[own, : sizes[own]], divisor, out)()
     return out.view(shape)
 
 
