@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -293,6 +294,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def clocks(uuid: str) -> str:
+    """Return clocks in MHz and the power limit in W of the GPU with this uuid, as nvidia-smi prints them."""
+    fields = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
+    command = ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={fields}", "--format=csv"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     options = harness.parse(make_parser(), arguments)
@@ -306,6 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     gpu: dict[str, Any] = {"name": "emulator", "driver": None}
     if options.device == "cuda":
         gpu = device_info.describe_gpu(bench.device)
+        gpu |= {"clocks": clocks(gpu["uuid"])}
     print(f"{gpu['name']}, driver {gpu['driver']}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     results.facts = {"device": gpu, "versions": device_info.versions(), "cut": budget.cuts}
     for case in cases(options):

@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -114,31 +112,19 @@ def make_clock(device: torch.device, cpu: bool = False) -> Clock:
     return HostClock(time.process_time) if cpu else HostClock()
 
 
-# nvidia-smi's field names and the keys used in results
-NVIDIA_SMI_FIELDS = {
-    "driver_version": "driver",
-    "clocks.sm": "sm_clock_mhz",
-    "clocks.mem": "memory_clock_mhz",
-    "clocks.max.sm": "highest_sm_clock_mhz",
-    "clocks.max.mem": "highest_memory_clock_mhz",
-    "power.limit": "power_limit_w",
-}
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def describe_gpu(device: torch.device) -> dict[str, Any]:
-    """Return name, uuid, compute capability, memory, driver and clocks of a CUDA device; None for unknown values."""
+    """Return name, uuid, compute capability, memory and driver of a CUDA device; None for an unknown driver."""
     properties = torch.cuda.get_device_properties(device)
-    uuid = str(getattr(properties, "uuid", ""))
-    fields = query_nvidia_smi(uuid)
-    fields["driver"] = fields["driver"] or _driver_version()
     return {
         "name": properties.name,
-        "uuid": uuid,
+        "uuid": str(getattr(properties, "uuid", "")),
         "capability": [properties.major, properties.minor],
         "multiprocessors": properties.multi_processor_count,
         "memory": properties.total_memory,
-        **fields,
+        "driver": _driver_version(),
     }
 
 
@@ -166,36 +152,6 @@ def versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "cores": os.cpu_count(),
     }
-
-
-def query_nvidia_smi(uuid: str) -> dict[str, Any]:
-    """Return nvidia-smi's fields for the device with this uuid; None for missing values or without nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    text = ""
-    if program is not None:
-        query = [program, f"--query-gpu=uuid,{','.join(NVIDIA_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
-        try:
-            text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            text = ""
-    return parse_nvidia_smi(text, uuid)
-
-
-def parse_nvidia_smi(text: str, uuid: str) -> dict[str, Any]:
-    """Parse the line of nvidia-smi's CSV output for the device with this uuid; numbers become floats."""
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 1 + len(NVIDIA_SMI_FIELDS) and uuid and cells[0].removeprefix("GPU-") == uuid:
-            return dict(
-                zip(NVIDIA_SMI_FIELDS.values(), map(_parse_field, NVIDIA_SMI_FIELDS, cells[1:]), strict=True)
-            )
-    return dict.fromkeys(NVIDIA_SMI_FIELDS.values())
-
-
-def _parse_field(name: str, cell: str) -> Any:
-    if name == "driver_version":
-        return cell or None
-    return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else None
 
 
 def _driver_version() -> str | None:

@@ -10,21 +10,6 @@ from dtcomm import measure as device_info
 from dtcomm.codecs import codec
 from dtcomm.measure import HostClock
 
-NVIDIA_SMI_OUTPUT = """\
-GPU-1111, 580.82.07, 345, 2619, 1980, 3201, 700.00
-GPU-2222, 580.82.07, 1980, 3201, 1980, 3201, [N/A]
-"""
-
-
-def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
-    clocks = {"sm_clock_mhz": 1980.0, "memory_clock_mhz": 3201.0}
-    clocks |= {f"highest_{name}": clock for name, clock in clocks.items()}
-    found = device_info.parse_nvidia_smi(NVIDIA_SMI_OUTPUT, "2222")
-    assert found == {"driver": "580.82.07", "power_limit_w": None, **clocks}
-    unknown = [(NVIDIA_SMI_OUTPUT, "3333"), (NVIDIA_SMI_OUTPUT, "")]
-    for text, uuid in (*unknown, ("", "1111"), ("no devices were found", "1111")):
-        assert set(device_info.parse_nvidia_smi(text, uuid).values()) == {None}
-
 
 def test_versions_of_the_libraries() -> None:
     versions = device_info.versions()
