@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -19,10 +18,7 @@ from dtcomm.cli.perf.collectives import ALIASES, COLLECTIVES, DTYPES
 from dtcomm.cli.perf.libraries import BACKEND_HELP, PEERS, backend_names, find_backend
 from dtcomm.cli.perf.placement import CPU, CUDA
 from dtcomm.codecs import codec
-from dtcomm.errors import ScheduleError
 from dtcomm.measure.exact_inputs import OPS
-from dtcomm.schedule import Schedule, verify
-from dtcomm.schedule import parse as parse_schedule
 
 CHOOSERS = ("auto", "direct")  # values of --algorithm that choose an algorithm themselves
 
@@ -57,7 +53,6 @@ class Variant:
     backend: str
     codec: str = "none"
     algorithm: str = "auto"
-    schedule: Schedule | None = None  # the user's own; ``algorithm`` is then the name of its file
 
     def __str__(self) -> str:
         return f"{self.backend} {self.codec} {self.algorithm}"
@@ -134,7 +129,7 @@ def parse(argv: list[str]) -> PerfOptions:
     namespace = command.parse_args(argv)
     try:
         return _checked_options(namespace)
-    except (ValueError, TypeError, OSError, ScheduleError) as error:
+    except (ValueError, TypeError) as error:
         command.error(str(error))
 
 
@@ -174,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
     def number(short: str, name: str, least: int, default: int, text: str) -> None:
         command.add_argument(short, name, type=count(least), default=default, metavar="N", help=text)
 
-    add("collective", nargs="?", choices=tuple(COLLECTIVES), help="with --schedule: default, the schedule's")
+    add("collective", choices=tuple(COLLECTIVES), help="what to measure")
     add("-b", "--minbytes", type=size(0), default="32M", metavar="SIZE", help="smallest size (1K, 64M, ...)")
     add("-e", "--maxbytes", type=size(0), default="32M", metavar="SIZE", help="largest size")
     add("-i", "--stepbytes", type=size(0), default="1M", metavar="SIZE", help="step between sizes")
@@ -203,8 +198,6 @@ def parser() -> argparse.ArgumentParser:
         help="none, fp16, int8:block=64, ...; repeated or a,b (none)")  # fmt: skip
     add("--algorithm", action="append", metavar="NAME",
         help="auto, direct, ring, ..., or your own (--import); repeated or a,b (auto)")  # fmt: skip
-    add("--schedule", metavar="FILE",
-        help="your own schedule, as `print(schedule)` writes it: verified, then measured")  # fmt: skip
     add_import_argument(add)
     add("--backend", action="append", metavar="NAME", help=BACKEND_HELP)
     add("--compare", action="append", metavar="NAME",
@@ -214,8 +207,7 @@ def parser() -> argparse.ArgumentParser:
         help="where the tensors are (cuda if torch sees a GPU and all named backends have CUDA tensors, else "
         "cpu)")  # fmt: skip
     add("--nproc", type=count(1), metavar="N",
-        help="local ranks to start, unless torchrun started this process (2, or the ranks of --schedule; with "
-        "GPUs one for each)")  # fmt: skip
+        help="local ranks to start, unless torchrun started this process (2; with GPUs one for each)")  # fmt: skip
     add("--pin", action=argparse.BooleanOptionalAction,
         help="pin each rank, and dtcomm's threads, to a core (if there are enough cores)")  # fmt: skip
     add("-J", "--json", metavar="FILE", help="also write JSON; - writes only that, to stdout")
@@ -242,11 +234,6 @@ def _root(text: str) -> str:
 
 def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
     import_modules(namespace.imports)
-    schedule = None if namespace.schedule is None else _read_schedule(namespace)
-    if namespace.collective is None:
-        if schedule is None:
-            raise ValueError(f"collective: expected one of {', '.join(COLLECTIVES)}, or --schedule")
-        namespace.collective = schedule.collective
     collective = COLLECTIVES[namespace.collective]
     if namespace.minbytes > namespace.maxbytes:
         raise ValueError(f"-b {namespace.minbytes} is larger than -e {namespace.maxbytes}")
@@ -258,8 +245,8 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
     device, device_reason = _choose_device(namespace, compare)
     if namespace.nproc is None:
         gpus = torch.cuda.device_count() if device == CUDA else 0
-        namespace.nproc = max(2, gpus) if schedule is None else schedule.ranks
-    variants = tuple(_variants(namespace, schedule, compare, device))
+        namespace.nproc = max(2, gpus)
+    variants = tuple(_variants(namespace, compare, device))
     ops = OPS if namespace.op == "all" else tuple(namespace.op.split(","))
     if unknown := set(ops) - set(OPS):
         raise ValueError(f"-o {sorted(unknown)[0]!r} is not one of {', '.join(OPS)}, all")
@@ -280,7 +267,7 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
     fields |= {
         "ops": ops,
         "datatypes": datatypes,
-        "root": _root_rank(namespace, schedule),
+        "root": None if namespace.root == "all" else int(namespace.root),
         "out_of_place": bool(namespace.out_of_place),
         "quiet": namespace.json == "-",
         "variants": variants,
@@ -296,37 +283,13 @@ def _split_commas(texts: list[str] | None) -> list[str]:
     return [name for text in texts or [] for name in text.split(",")]
 
 
-def _read_schedule(namespace: argparse.Namespace) -> Schedule:
-    """Read and verify the user's schedule; ScheduleError names the rank, step and chunk at fault."""
-    try:
-        schedule = parse_schedule(Path(namespace.schedule).read_text())
-        verify(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"--schedule {namespace.schedule}: {error}") from error
-    except OSError as error:
-        raise OSError(f"--schedule {namespace.schedule}: {error.strerror}") from error
-    if namespace.collective not in (None, schedule.collective):
-        raise ValueError(
-            f"--schedule {namespace.schedule}: is for {schedule.collective}, not {namespace.collective}"
-        )
-    return schedule
-
-
-def _root_rank(namespace: argparse.Namespace, schedule: Schedule | None) -> int | None:
-    if schedule is not None:
-        return schedule.root
-    return None if namespace.root == "all" else int(namespace.root)
-
-
-def _variants(
-    namespace: argparse.Namespace, schedule: Schedule | None, compare: tuple[str, ...], device: str
-) -> list[Variant]:
+def _variants(namespace: argparse.Namespace, compare: tuple[str, ...], device: str) -> list[Variant]:
     names = _split_commas(namespace.backend) or ["dtcomm" if device == CUDA else "native"]
     if compare and not any(find_backend(name).supports_codecs for name in names):
         raise ValueError(f"--compare {compare[0]}: --backend {','.join(names)} does not measure dtcomm")
     names += [name for name in compare if name not in names]
     codecs = [str(codec(spec)) for spec in split_codecs(namespace.codec or ["none"])]
-    chosen = _split_commas(namespace.algorithm) or (["auto"] if schedule is None else [])
+    chosen = _split_commas(namespace.algorithm) or ["auto"]
     for name in chosen:
         try:
             if namespace.collective in algorithms.collectives():
@@ -342,9 +305,6 @@ def _variants(
             continue
         for spec in codecs:
             variants += [Variant(backend=name, codec=spec, algorithm=algorithm) for algorithm in chosen]
-            if schedule is not None:
-                label = Path(namespace.schedule).stem
-                variants.append(Variant(backend=name, codec=spec, algorithm=label, schedule=schedule))
     if all(variant.algorithm == "own" for variant in variants) and codecs != ["none"]:
         raise ValueError(f"--codec {codecs[0]!r}: {', '.join(names)} sends tensors uncompressed")
     return list(dict.fromkeys(variants))

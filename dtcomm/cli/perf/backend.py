@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.cli.perf.placement import CPU, CUDA, CpuPlacement, Placement
-from dtcomm.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,7 @@ class CollectiveCall:
     """One collective on given tensors.
 
     all_reduce, broadcast and reduce have in-place APIs and work on ``output``; if ``input`` is another tensor it is
-    copied into ``output`` first. ``schedule`` replaces the algorithm.
+    copied into ``output`` first.
     """
 
     collective: str
@@ -31,7 +30,6 @@ class CollectiveCall:
     root: int = 0
     codec: str = "none"
     algorithm: str = "auto"
-    schedule: Schedule | None = None
 
     @property
     def copies(self) -> bool:

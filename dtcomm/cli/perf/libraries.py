@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from dtcomm import collectives
 from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed
-from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.cli.perf.placement import CPU, CUDA, Placement
 from dtcomm.work import COMPLETED, CompositeWork
 
@@ -52,22 +51,9 @@ class Dtcomm(Backend):
             "group": self.group,
             "async_op": asynchronous,
         }
-        if call.schedule is not None:
-            return self._bind_schedule(call, options)
         if call.collective == "sendrecv":
             return self._sendrecv(call, asynchronous)
         return bind_collective(call.collective, call.output, call.input, call.op, call.root, options)
-
-    def _bind_schedule(self, call: CollectiveCall, options: dict[str, Any]) -> Callable[[], Any]:
-        do: Any = collectives
-        schedule, op = call.schedule, call.op if COLLECTIVES[call.collective].reduces else "sum"
-        options = {name: value for name, value in options.items() if name != "algorithm"}
-        out: torch.Tensor | None = call.output
-        source: torch.Tensor | None = None if COLLECTIVES[call.collective].in_place_api else call.input
-        if dist.get_rank() != call.root:  # only the root has an output or an input of all shards
-            out = None if call.collective == "gather" else out
-            source = None if call.collective == "scatter" else source
-        return lambda: do.run(schedule, out, source, op, **options)
 
     def _sendrecv(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         do: Any = collectives

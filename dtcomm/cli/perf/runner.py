@@ -1,8 +1,7 @@
 """What one rank of ``dtcomm perf`` does: measure and check every size, type and variant in turn.
 
-`run` is the entry point on every rank. It calls `measure_rows`, which calls `_measure_row` for each line of the table;
-`CaseBench` times and checks one case on one backend. The result is a `PerfReport`; a `ProgressListener` displays rows
-while they are measured.
+`run` is the entry point on every rank. It calls `_measure_row` for each line of the table; `CaseBench` times and checks
+one case on one backend. The result is a `PerfReport`; a `ProgressListener` displays rows while they are measured.
 """
 
 from __future__ import annotations
@@ -199,9 +198,6 @@ def run(options: PerfOptions, listener: ProgressListener, place: Placement | Non
     ranks = dist.get_world_size()
     if options.root is not None and options.root >= ranks:
         raise ValueError(f"-r {options.root}: there are only {ranks} ranks")
-    for schedule in (variant.schedule for variant in options.variants):
-        if schedule is not None and schedule.ranks != ranks:
-            raise ValueError(f"--schedule: is for {schedule.ranks} ranks, there are {ranks}")
     place = place or placement.place_rank(options.device)
     # Threads inherit the core of the thread that starts them. The peers' backends are created before pinning, so that
     # their threads stay free as usual; dtcomm's are created after it, since they measure the distance of the cores.
@@ -219,42 +215,24 @@ def run(options: PerfOptions, listener: ProgressListener, place: Placement | Non
             if options.cudagraph and (reason := backend.why_no_cuda_graph()):
                 raise ValueError(f"-G {options.cudagraph}: --backend {name}: {reason}")
         limit = size_limit(options, report, placement.memory_per_rank(place, report.ranks))
-        groups = row_groups(options, ranks, limit)
-        return measure_rows(
-            options,
-            listener,
-            report,
-            groups,
-            lambda variant, group: _measure_row(options, backends[variant.backend], variant, group),
-        )
+        groups = list(row_groups(options, ranks, limit))
+        listener.begin(report, sum(len(group.variants) for group in groups) * options.run_cycles)
+        for cycle in itertools.count():
+            if cycle >= options.run_cycles > 0:
+                break
+            for group in groups:
+                rows = []
+                for variant in group.variants:
+                    listener.step(f"{group.size} {group.datatype} {variant}")
+                    rows.append(_measure_row(options, backends[variant.backend], variant, group))
+                rows = with_ratios(rows, options.compare)
+                report.rows += rows
+                listener.rows(report, rows)
+        report.ended = time.time()
+        listener.end(report)
+        return report
     finally:
         listener.stop()
-
-
-def measure_rows(
-    options: PerfOptions,
-    listener: ProgressListener,
-    report: PerfReport,
-    groups: Iterator[RowGroup],
-    measure_row: Callable[[Variant, RowGroup], PerfRow],
-) -> PerfReport:
-    """Fill the report with a row of ``measure_row`` for every variant of every group."""
-    all_groups = list(groups)
-    listener.begin(report, sum(len(group.variants) for group in all_groups) * options.run_cycles)
-    for cycle in itertools.count():
-        if cycle >= options.run_cycles > 0:
-            break
-        for group in all_groups:
-            rows = []
-            for variant in group.variants:
-                listener.step(f"{group.size} {group.datatype} {variant}")
-                rows.append(measure_row(variant, group))
-            rows = with_ratios(rows, options.compare)
-            report.rows += rows
-            listener.rows(report, rows)
-    report.ended = time.time()
-    listener.end(report)
-    return report
 
 
 def size_limit(options: PerfOptions, report: PerfReport, free: int) -> int:
@@ -387,7 +365,6 @@ class CaseBench:
             root=case.root,
             codec=variant.codec,
             algorithm=variant.algorithm,
-            schedule=variant.schedule,
         )
 
     def _refill(self, calls: list[CollectiveCall]) -> None:

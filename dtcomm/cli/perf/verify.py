@@ -131,8 +131,6 @@ def error_bounds(case: Case, variant: Variant, seed: int) -> tuple[float, float]
 
 
 def _encodings(case: Case, variant: Variant) -> int:
-    if variant.schedule is not None:
-        return max(1, variant.schedule.requantizations())
     if case.collective not in algorithms.collectives():
         return 1
     shards = COLLECTIVES[case.collective].sharded

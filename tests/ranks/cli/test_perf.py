@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from dtcomm import algorithms
 from dtcomm.cli.main import main
 from dtcomm.cli.perf import measure
 from dtcomm.cli.perf.args import parse
@@ -149,20 +148,6 @@ def test_wrong_values_are_counted(collective: str) -> None:
         f"{collective} -b 4K -e 4K {root} --backend tests.ranks.cli.backends:OffByOne"
     ).rows
     assert wrong_counts(row) == [1] * len(wrong_counts(row)) and wrong_counts(row)
-
-
-def test_schedule_of_the_user_is_measured(tmp_path: Path) -> None:
-    for collective in ("all_reduce", "gather", "all_to_all"):
-        file = tmp_path / f"{collective}.txt"
-        file.write_text(str(algorithms.build("tree", collective, 3)))
-        report = measure_on_warm_ranks(
-            f"{collective} -b 9K -e 9K --codec int8 --algorithm tree --schedule {file}", nproc=3
-        )
-        built_in, custom = report.rows
-        assert report.wrong == 0 and custom.variant.algorithm == collective
-        assert built_in.wire_bytes == custom.wire_bytes
-    with pytest.raises(ValueError, match="--schedule: is for 3 ranks, there are 2"):
-        measure_on_warm_ranks(f"all_reduce -b 9K -e 9K --schedule {tmp_path}/all_reduce.txt", nproc=2)
 
 
 OWN_ALGORITHM = """

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from dtcomm import algorithms
 from dtcomm.cli.perf.args import PerfOptions, Variant, parse
 
 
@@ -65,7 +63,7 @@ def test_a_gather_has_no_operator() -> None:
     ("line", "message"),
     [
         ("alltoall", "invalid choice: 'alltoall'"),
-        ("-b 1K", "collective: expected one of all_reduce, "),
+        ("-b 1K", "the following arguments are required: collective"),
         ("all_reduce -b 1Q", "'1Q' is not a size"),
         ("all_reduce --compare ucc", "--compare 'ucc' is not one of gloo, nccl"),
         ("all_reduce --compare gloo --backend gloo", "--backend gloo does not measure dtcomm"),
@@ -86,7 +84,6 @@ def test_a_gather_has_no_operator() -> None:
             "--algorithm 'rign' in 'hierarchical:rign' is not one of",
         ),
         ("sendrecv --algorithm ring", "--algorithm sendrecv has no algorithms"),
-        ("all_reduce --schedule /no/such/file", "--schedule /no/such/file: No such file"),
         ("broadcast -r x", "'x' is neither a rank nor all"),
         ("all_reduce --backend ucc", "'ucc' is not one of dtcomm, native, peer, process_group, gloo, nccl, "),
         ("all_reduce --backend os:getpid", "is not a subclass of"),
@@ -101,31 +98,6 @@ def test_the_error_of_wrong_arguments_is_one_line(
     assert caught.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in last and last.startswith("dtcomm perf: error: ")
-
-
-def test_a_custom_schedule_is_verified_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine.txt"
-    file.write_text(str(algorithms.build("halving", "reduce", 3, root=2)))
-    options = parse(["reduce", "--schedule", str(file), "--codec", "int8"])
-    assert (options.nproc, options.root) == (3, 2)
-    assert [str(variant) for variant in options.variants] == ["native int8 mine"]
-    assert parse(["--schedule", str(file), "--codec", "int8"]) == options
-    with_algorithms = parse(
-        ["reduce", "--schedule", str(file), "--algorithm", "tree,halving", "--nproc", "3"]
-    )
-    assert [variant.algorithm for variant in with_algorithms.variants] == ["tree", "halving", "mine"]
-    wrong = "reduce ranks=2 chunks=1\nrank 0 | .\nrank 1 | "
-    for text, message in (
-        (str(algorithms.build("ring", "all_reduce", 2)), "is for all_reduce, not reduce"),
-        (f"{wrong}c0=0", "rank 0 step 0 chunk 0: the output lacks"),
-        (f"{wrong}c0*0", "rank 1 step 0: expected a send like 'c0+1'"),
-    ):
-        file.write_text(text)
-        with pytest.raises(SystemExit) as caught:
-            parse(["reduce", "--schedule", str(file)])
-        assert caught.value.code == 2
-        last_line = capsys.readouterr().err.strip().splitlines()[-1]
-        assert message in last_line and str(file) in last_line
 
 
 def test_stdout_holds_only_the_document() -> None:
