@@ -21,6 +21,7 @@ from dtcomm.work.statistics import PHASES, Span, Statistics
 
 TensorsFuture = torch.futures.Future[list[torch.Tensor]]
 
+MAX_ALIVE = 64  # of operations; with more, most were never waited for
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3  # pauses between two polls of an operation with a time limit
 
 
@@ -113,7 +114,10 @@ class NativeWork(Work):
         self._future: TensorsFuture | None = None
         self._ticket = 0
         self._waited = False
-        _keep_alive(self)
+        # The operation uses the tensors even if the caller has dropped its handle.
+        if len(_alive) > MAX_ALIVE:
+            release_completed()
+        _alive[id(self)] = self
 
     def wait(self) -> None:
         try:
@@ -372,22 +376,19 @@ class CompositeWork(Work):
 
     def get_future(self) -> TensorsFuture:
         futures: list[torch.futures.Future[Any]] = [part.get_future() for part in self._parts]
-        if len(futures) == 1:
-            return futures[0].then(self._finish_one)
-        return torch.futures.collect_all(futures).then(self._finish_all)
 
-    def _finish_one(self, done: torch.futures.Future[Any]) -> list[torch.Tensor]:
-        done.value()  # raises what the operation failed with
-        if self._on_completion is not None:
-            self._run_callback()
-        return self._outputs
+        def finish(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            done.value()  # raises what an operation failed with
+            for part in futures:
+                part.value()
+            if self._on_completion is not None:
+                self._run_callback()
+            return self._outputs
 
-    def _finish_all(self, all_done: torch.futures.Future[Any]) -> list[torch.Tensor]:
-        for done in all_done.value():
-            done.value()
-        if self._on_completion is not None:
-            self._run_callback()
-        return self._outputs
+        done: torch.futures.Future[Any] = (
+            futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+        )
+        return done.then(finish)
 
     def statistics(self) -> Statistics:
         return Statistics.total(part.statistics() for part in self._parts)
@@ -586,13 +587,6 @@ def _set_result_behind(
 COMPLETED = CompositeWork((), ())
 
 _alive: dict[int, NativeWork] = {}
-
-
-def _keep_alive(work: NativeWork) -> None:
-    # The operation uses the tensors even if the caller has dropped its handle.
-    if len(_alive) > 64:  # most of these were never waited for
-        release_completed()
-    _alive[id(work)] = work
 
 
 def release_completed() -> None:
