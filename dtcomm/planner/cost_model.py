@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -156,38 +156,8 @@ class Table:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table for JSON, times in microseconds and bandwidths in GB/s; `parse` reads it back."""
-        names = ("collective", "algorithm", "codec", "ranks", "hosts")
-        return {
-            "version": TUNE_VERSION,
-            "source": self.source,
-            "one_shot_bytes": self.one_shot_bytes,
-            "links": {"inside": _link(self.inside), "between": _link(self.between)},
-            "work": _rates(self.compute),
-            "rates": {spec: _rates(cost) for spec, cost in self.rates},
-            "measured": [
-                {name: getattr(row, name) for name in names}
-                | {"points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in row.points]}
-                for row in self.measured
-            ],
-            "compress_from": [
-                {"codec": spec, "ranks": ranks, "hosts": hosts, "bytes": None if math.isinf(size) else size}
-                for spec, ranks, hosts, size in self.compress_from
-            ],
-        }
-
-
-def _link(link: LinkCost) -> dict[str, float]:
-    return {
-        "latency_us": link.latency * 1e6,
-        "gbytes": link.bandwidth / 1e9,
-        "message_us": link.overhead * 1e6,
-    }
-
-
-def _rates(cost: ComputeCost) -> list[float]:
-    # GB/s of fp32 to encode and to decode.
-    return [4e-9 / cost.encode if cost.encode else 0.0, 4e-9 / cost.decode if cost.decode else 0.0]
+        """Return the table for JSON; `parse` reads it back."""
+        return {"version": TUNE_VERSION, **asdict(self)}
 
 
 @functools.lru_cache(maxsize=16)
@@ -210,48 +180,23 @@ def parse(text: str) -> Table:
             raise ValueError(
                 f"version {content['version']}, expected {TUNE_VERSION}: run `dtcomm tune` again"
             )
+        values = {each.name: content[each.name] for each in fields(Table)}
+        values |= {name: LinkCost(**values[name]) for name in ("inside", "between")}
         return Table(
-            one_shot_bytes=int(content["one_shot_bytes"]),
-            inside=_to_link(content["links"]["inside"]),
-            between=_to_link(content["links"]["between"]),
-            compute=_to_cost(content["work"]),
-            rates=tuple((spec, _to_cost(pair)) for spec, pair in content["rates"].items()),
-            measured=tuple(_to_measured(row) for row in content["measured"]),
-            compress_from=tuple(_to_threshold(row) for row in content.get("compress_from", ())),
-            source=str(content["source"]),
+            **values
+            | {
+                "compute": ComputeCost(**values["compute"]),
+                "rates": tuple((spec, ComputeCost(**cost)) for spec, cost in values["rates"]),
+                "measured": tuple(
+                    Measured(**row | {"points": tuple(map(tuple, row["points"]))})
+                    for row in values["measured"]
+                ),
+                "compress_from": tuple(map(tuple, values["compress_from"])),
+            }
         )
     except (KeyError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"the table of `dtcomm tune` (DTCOMM_TUNE) cannot be read: {what}") from None
-
-
-def _to_link(fields: Mapping[str, float]) -> LinkCost:
-    return LinkCost(
-        latency=fields["latency_us"] * 1e-6,
-        bandwidth=fields["gbytes"] * 1e9,
-        overhead=fields["message_us"] * 1e-6,
-    )
-
-
-def _to_cost(pair: Sequence[float]) -> ComputeCost:
-    encode, decode = pair
-    return ComputeCost(encode=4e-9 / encode if encode else 0.0, decode=4e-9 / decode if decode else 0.0)
-
-
-def _to_measured(row: Mapping[str, Any]) -> Measured:
-    return Measured(
-        collective=row["collective"],
-        algorithm=row["algorithm"],
-        codec=row["codec"],
-        ranks=int(row["ranks"]),
-        hosts=int(row["hosts"]),
-        points=tuple((int(size), us * 1e-6) for size, us in row["points_us"]),
-    )
-
-
-def _to_threshold(row: Mapping[str, Any]) -> tuple[str, int, int, float]:
-    size = math.inf if row["bytes"] is None else int(row["bytes"])
-    return str(row["codec"]), int(row["ranks"]), int(row["hosts"]), size
 
 
 def measured_bytes(numel: int, dtype: torch.dtype, codec: Codec) -> int:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -50,11 +52,17 @@ def main(argv: list[str] | None = None) -> int:
     is_off = env.get("DTCOMM_TUNE") == "off"
     try:
         path = options.output or used
-        earlier = _read_rows(path) if writes and not options.fresh else {}
+        # ValueError if the file is not a table, which must not be overwritten.
+        reads = writes and not options.fresh and path.exists()
+        earlier = parse_table(path.read_text(encoding="utf-8")) if reads else Table()
         results = _measure_as_rank(options) if launched else _measure_local_ranks(options)
         if not writes:
             return 0
-        document = _merged(earlier, results, time.time() - begun)
+        document: dict[str, Any] = {
+            **_merged(earlier, results).as_dict(),
+            "seconds": round(time.time() - begun, 1),
+            "machine": {"node": platform.node(), "cores": os.cpu_count(), "processor": processor()[0]},
+        }
         parse_table(json.dumps(document))  # never write a table that cannot be read
         if options.output is None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,45 +77,44 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure_rank(rank: int, world_size: int, options: TuneOptions) -> list[dict[str, Any]] | None:
-    """Measure as one of the started ranks; rank 0 returns the results."""
+def measure_rank(rank: int, world_size: int, options: TuneOptions) -> GroupResult | None:
+    """Measure as one of the started ranks; rank 0 returns the result."""
     import_modules(options.imports)
     return measure_group(options)
 
 
-def _measure_local_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = []
+def _measure_local_ranks(options: argparse.Namespace) -> list[GroupResult]:
+    results: list[GroupResult] = []
     begun = time.time()
     for at, ranks in enumerate(options.nproc):
         # Time that one number of ranks did not use, or exceeded, changes the time of the next.
         left = max(0.0, options.seconds - (time.time() - begun)) / (len(options.nproc) - at)
         least = 0.5 * options.seconds / len(options.nproc)
         rank_options = replace(_options(options, max(left, least)), begun=time.time())
-        results += run_ranks(
-            measure_rank, ranks, rank_options, timeout=None, fresh=True, env={"DTCOMM_TUNE": "off"}
-        )[0]
+        environment = {"DTCOMM_TUNE": "off"}
+        results += run_ranks(measure_rank, ranks, rank_options, timeout=None, fresh=True, env=environment)[:1]
     return results
 
 
-def _measure_as_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure_as_rank(options: argparse.Namespace) -> list[GroupResult]:
     os.environ["DTCOMM_TUNE"] = "off"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     try:
-        results = measure_group(_options(options, options.seconds)) or []
-        rows = _measure_gpus(_options(options, options.seconds))
-        return [{**result, "compress_from": rows} for result in results]
+        result = measure_group(_options(options, options.seconds))
+        thresholds = _measure_gpus(_options(options, options.seconds))
+        return [] if result is None else [replace(result, compress_from=thresholds)]
     finally:
         dist.destroy_process_group()
 
 
-def _measure_gpus(options: TuneOptions) -> list[dict[str, Any]]:
+def _measure_gpus(options: TuneOptions) -> tuple[tuple[str, int, int, float], ...]:
     """Measure sums of activations if every rank has a GPU."""
     number = int(os.environ.get("LOCAL_RANK", "0"))
     everywhere = torch.tensor(int(dist.is_nccl_available() and number < torch.cuda.device_count()))
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     if not everywhere:
-        return []
+        return ()
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     group = dist.new_group(backend="nccl", device_id=device)
@@ -132,67 +139,48 @@ def _default_path() -> Path:
     return Path(setting) if setting not in ("", "off") else env.tune_file()
 
 
-def _read_rows(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of an earlier table; ValueError if the file is not a table, which must not be overwritten."""
-    if not path.exists():
-        return {}
-    table = parse_table(path.read_text(encoding="utf-8")).as_dict()
-    return {name: table[name] for name in ("measured", "compress_from")}
-
-
-def _merged(
-    earlier: dict[str, list[dict[str, Any]]], results: list[GroupResult], seconds: float
-) -> dict[str, Any]:
+def _merged(earlier: Table, results: Sequence[GroupResult]) -> Table:
     """Return the table: the results, and earlier rows of other groups."""
-    table = Table().as_dict()
-    measured = {(result["ranks"], result["hosts"]) for result in results}
-    rows = [row for result in results for row in result["measured"]]
-    kept = [row for row in earlier.get("measured", []) if (row["ranks"], row["hosts"]) not in measured]
-    last = results[-1]
-    thresholds = {
-        (row["codec"], row["ranks"], row["hosts"]): row
-        for rows_of in (earlier, *results)
-        for row in rows_of.get("compress_from", [])
-    }
-    table.update(
+    groups = {(result.ranks, result.hosts) for result in results}
+    kept = [row for row in earlier.measured if (row.ranks, row.hosts) not in groups]
+    new = [row for result in results for row in result.compress_from]
+    thresholds = {row[:3]: row for row in (*earlier.compress_from, *new)}
+    links: dict[str, Any] = {name: link for result in results for name, link in result.links.items()}
+    return Table(
         source=f"dtcomm tune on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
-        seconds=round(seconds, 1),
-        machine={"node": platform.node(), "cores": os.cpu_count(), "processor": processor()[0]},
-        rates=last["rates"],
-        measured=[*kept, *rows],
-        compress_from=list(thresholds.values()),
+        rates=results[-1].rates,
+        measured=(*kept, *(row for result in results for row in result.measured)),
+        compress_from=tuple(thresholds.values()),
+        **links,
     )
-    for result in results:
-        table["links"].update(result["links"])
-    return table
 
 
-def _show(results: list[GroupResult], last_line: str) -> None:
+def _show(results: Sequence[GroupResult], last_line: str) -> None:
     from rich.console import Console
 
     console = Console()
     console = Console(width=max(console.width, 118))
     for result in results:
-        sizes = sorted({size for row in result["measured"] for size, _ in row["points_us"]})
+        sizes = sorted({size for row in result.measured for size, _ in row.points})
         step = -(-len(sizes) // COLUMNS)
         sizes = sorted({*sizes[::-step]})
-        title = f"{result['ranks']} ranks on {result['hosts']} host(s): the fastest algorithm, in us"
+        title = f"{result.ranks} ranks on {result.hosts} host(s): the fastest algorithm, in us"
         shown = new_table(["collective", "codec", *(f">~{_size(size)}" for size in sizes)], title)
         kinds: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-        for row in result["measured"]:
-            by_size = kinds.setdefault((row["collective"], row["codec"]), {})
-            for size, time_us in row["points_us"]:
-                by_size.setdefault(size, {})[row["algorithm"]] = time_us
+        for row in result.measured:
+            by_size = kinds.setdefault((row.collective, row.codec), {})
+            for size, seconds in row.points:
+                by_size.setdefault(size, {})[row.algorithm] = seconds
         for kind, by_size in kinds.items():
             cells = []
             for size in sizes:
                 best = min(known, key=lambda name: known[name]) if (known := by_size.get(size, {})) else ""
-                cells.append(f"{known[best]:,.0f}\n{best}" if best else "-")
+                cells.append(f"{known[best] * 1e6:,.0f}\n{best}" if best else "-")
             shown.add_row(*kind, *cells)
         console.print(shown)
-        for row in result.get("compress_from", []):
-            faster = "at no size" if row["bytes"] is None else f"from {_size(row['bytes'])} on"
-            console.print(f"sums of activations on GPUs: {row['codec']} is faster than NCCL {faster}")
+        for codec, _, _, threshold in result.compress_from:
+            faster = "at no size" if math.isinf(threshold) else f"from {_size(int(threshold))} on"
+            console.print(f"sums of activations on GPUs: {codec} is faster than NCCL {faster}")
     console.print(last_line, soft_wrap=True, markup=False)
 
 

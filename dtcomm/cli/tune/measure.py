@@ -26,11 +26,12 @@ from dtcomm.cli.perf.libraries import bind_collective
 from dtcomm.cli.perf.placement import pin_to_core
 from dtcomm.codecs import Codec
 from dtcomm.measure.exact_inputs import SHARDS_IN
+from dtcomm.planner.cost_model import Measured
 from dtcomm.runtime.communicator import get_communicator
+from dtcomm.schedule.simulate import ComputeCost, LinkCost
 from dtcomm.streams import Streams, streams_of
 from dtcomm.tp.inference import AllReduce
 
-GroupResult = dict[str, Any]
 Curves = dict[str, list[tuple[int, float]]]  # by algorithm: seconds by size
 SMALLEST = 1024
 DENSE_SIZES = 8 << 20  # bytes up to which every power of two is measured
@@ -58,8 +59,20 @@ class TuneOptions:
     begun: float | None = None
 
 
-def measure_group(options: TuneOptions) -> list[GroupResult] | None:
-    """Measure the default group; all ranks must call it. Rank 0 returns a list of one result, the others None."""
+@dataclass(frozen=True, kw_only=True)
+class GroupResult:
+    """What was measured of a group; the fields are those of `Table`, ``links`` by name."""
+
+    ranks: int
+    hosts: int
+    measured: tuple[Measured, ...]
+    rates: tuple[tuple[str, ComputeCost], ...]
+    links: dict[str, LinkCost]
+    compress_from: tuple[tuple[str, int, int, float], ...] = ()
+
+
+def measure_group(options: TuneOptions) -> GroupResult | None:
+    """Measure the default group; all ranks must call it. Rank 0 returns the result, the others None."""
     pin_to_core(None)
     ranks, hosts = dist.get_world_size(), host_count()
     cases = list(benchmark_cases(options, ranks, hosts))
@@ -70,20 +83,19 @@ def measure_group(options: TuneOptions) -> list[GroupResult] | None:
     samples = sample_cases(cases, seconds, label=label)
     if dist.get_rank():
         return None
-    measured = [
-        {
-            "collective": collective,
-            "algorithm": name,
-            "codec": codec,
-            "ranks": ranks,
-            "hosts": hosts,
-            "points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in points],
-        }
+    measured = tuple(
+        Measured(
+            collective=collective,
+            algorithm=name,
+            codec=codec,
+            ranks=ranks,
+            hosts=hosts,
+            points=tuple(points),
+        )
         for (collective, codec), curves in _by_collective_and_codec(samples).items()
         for name, points in curves.items()
-    ]
-    links = _links(measured)
-    return [{"ranks": ranks, "hosts": hosts, "measured": measured, "rates": _rates(), "links": links}]
+    )
+    return GroupResult(ranks=ranks, hosts=hosts, measured=measured, rates=_rates(), links=_links(measured))
 
 
 SUM_BYTES = 64 * 1024  # the smallest sum of activations
@@ -96,8 +108,8 @@ def measure_sums(
     hosts: int,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-) -> list[dict[str, Any]]:
-    """Return the rows of ``compress_from``: from which size on `tp.AllReduce` in a codec beats the group's own sum.
+) -> tuple[tuple[str, int, int, float], ...]:
+    """Return `Table.compress_from`: from which size on `tp.AllReduce` in a codec beats the group's own sum.
 
     All ranks on ``hosts`` hosts call it, with a ``device`` that the group's backend serves, and get the same.
     Activations are bf16 tensors of powers of two up to ``largest`` bytes.
@@ -118,8 +130,8 @@ def measure_sums(
         own.append(_slowest_seconds(partial(dist.all_reduce, tensor, group=group), streams))
         for spec, all_reduce in sums.items():
             coded[spec].append(_slowest_seconds(partial(all_reduce, tensor, out), streams))
-    group_size = {"ranks": dist.get_world_size(group), "hosts": hosts}
-    return [{"codec": spec, **group_size, "bytes": first_faster(sizes, own, coded[spec])} for spec in sums]
+    ranks = dist.get_world_size(group)
+    return tuple((spec, ranks, hosts, first_faster(sizes, own, coded[spec])) for spec in sums)
 
 
 def _slowest_seconds(call: Callable[[], Any], streams: Streams) -> float:
@@ -138,9 +150,9 @@ def _slowest_seconds(call: Callable[[], Any], streams: Streams) -> float:
     return float(slowest)
 
 
-def first_faster(sizes: Sequence[int], own: Sequence[float], coded: Sequence[float]) -> int | None:
-    """Return the size from which on all times in ``coded`` are below those in ``own``; None if there is none."""
-    first = None
+def first_faster(sizes: Sequence[int], own: Sequence[float], coded: Sequence[float]) -> float:
+    """Return the size from which on all times in ``coded`` are below those in ``own``; infinity for no size."""
+    first = math.inf
     for size, uncompressed, compressed in zip(reversed(sizes), reversed(own), reversed(coded), strict=True):
         if compressed >= uncompressed:
             break
@@ -193,34 +205,29 @@ def host_count() -> int:
     return communicator.hosts
 
 
-def _rates() -> dict[str, list[float]]:
-    """Return encoding and decoding rates of this rank's core, in GB/s of fp32."""
-    rates = {}
-    for spec in RATED_CODECS:
-        speed = measure_speed(codecs.codec(spec), 4 << 20, 0.02)
-        rates[spec] = [round(speed.encode, 3), round(speed.decode, 3)]
-    return rates
+def _rates() -> tuple[tuple[str, ComputeCost], ...]:
+    """Return the seconds per element that this rank's core takes to encode and to decode."""
+    speeds = {spec: measure_speed(codecs.codec(spec), 4 << 20, 0.02) for spec in RATED_CODECS}
+    return tuple(
+        (spec, ComputeCost(encode=4e-9 / speed.encode, decode=4e-9 / speed.decode))
+        for spec, speed in speeds.items()
+    )
 
 
-def _links(measured: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def _links(measured: Sequence[Measured]) -> dict[str, LinkCost]:
     """Estimate latency and bandwidth of the link from the times of the two-shot all_reduce.
 
     The smallest message's time is two latencies; the largest message's time is that of the 2 (n - 1) / n tensors that a
     rank sends.
     """
     wanted = ("all_reduce", "two_shot", "none")
-    rows = [row for row in measured if (row["collective"], row["algorithm"], row["codec"]) == wanted]
-    if not rows:
-        return {}
-    (_, shortest_us), (largest, longest_us) = rows[0]["points_us"][0], rows[0]["points_us"][-1]
-    ranks, hosts = rows[0]["ranks"], rows[0]["hosts"]
-    sent = largest * 2 * (ranks - 1) / ranks
-    link = {
-        "latency_us": round(shortest_us / 2, 3),
-        "gbytes": round(sent / max(longest_us - shortest_us, 1e-3) / 1e3, 4),
-        "message_us": 0.0,
-    }
-    return {"inside" if hosts == 1 else "between": link}
+    for row in measured:
+        if (row.collective, row.algorithm, row.codec) == wanted:
+            (_, shortest), (largest, longest) = row.points[0], row.points[-1]
+            sent = largest * 2 * (row.ranks - 1) / row.ranks
+            link = LinkCost(latency=shortest / 2, bandwidth=sent / max(longest - shortest, 1e-9))
+            return {"inside" if row.hosts == 1 else "between": link}
+    return {}
 
 
 GROWTH = 100  # powers of two by which a sum in place may grow in a sample

@@ -17,6 +17,7 @@ from dtcomm.cli import tune as tune_command
 from dtcomm.cli.tune.measure import (
     BenchmarkCase,
     CaseSamples,
+    GroupResult,
     _by_collective_and_codec,
     first_faster,
     lower_quartile,
@@ -35,8 +36,8 @@ def test_tune_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"algorithm='auto' uses it in jobs with DTCOMM_TUNE={path}" in capsys.readouterr().out
     document = json.loads(path.read_text())
     assert {row["algorithm"] for row in document["measured"]} >= {"ring", "tree", "one_shot", "two_shot"}
-    assert all(us > 0 for row in document["measured"] for _, us in row["points_us"])
-    assert document["rates"]["int8"][0] > 0 and document["links"]["inside"]["gbytes"] > 0
+    assert all(seconds > 0 for row in document["measured"] for _, seconds in row["points"])
+    assert dict(document["rates"])["int8"]["encode"] > 0 and document["inside"]["bandwidth"] > 0
 
 
 @pytest.mark.slow
@@ -49,43 +50,39 @@ def test_tune_measures_the_algorithm_of_an_imported_module(tmp_path: Path) -> No
     assert "star" in {row["algorithm"] for row in json.loads(path.read_text())["measured"]}
 
 
-def row(name: str = "ring", *, ranks: int = 2, us: float = 1.0) -> dict[str, Any]:
-    kind = {"collective": "all_reduce", "algorithm": name, "codec": "none", "ranks": ranks, "hosts": 1}
-    return {**kind, "points_us": [[1024, us]]}
+def row(name: str = "ring", *, ranks: int = 2, seconds: float = 1.0) -> planner.Measured:
+    kind: dict[str, Any] = {"collective": "all_reduce", "codec": "none", "hosts": 1}
+    return planner.Measured(**kind, algorithm=name, ranks=ranks, points=((1024, seconds),))
 
 
 def test_merge_keeps_rows_that_were_not_measured_again() -> None:
-    earlier = [row(ranks=7), row(), row("tree")]
-    result: dict[str, Any] = {"ranks": 2, "hosts": 1, "measured": [row(us=2.0)], "rates": {}, "links": {}}
-    limits = [{"codec": "int8", "ranks": ranks, "hosts": 1, "bytes": 1 << 20} for ranks in (7, 2)]
-    result["compress_from"] = [limits[1] | {"bytes": None}]
-    merged = tune_command._merged({"measured": earlier, "compress_from": limits}, [result], 1.0)
-    assert merged["measured"] == [row(ranks=7), row(us=2.0)]
-    assert merged["compress_from"] == [limits[0], limits[1] | {"bytes": None}]
-    table = planner.parse(json.dumps(merged))
-    assert table.compress_from == (("int8", 7, 1, 1 << 20), ("int8", 2, 1, math.inf))
-    assert table.as_dict()["compress_from"] == merged["compress_from"]
+    limits = [("int8", ranks, 1, 1 << 20) for ranks in (7, 2)]
+    earlier = planner.Table(measured=(row(ranks=7), row(), row("tree")), compress_from=tuple(limits))
+    measured = (row(seconds=2.0),)
+    slower = (("int8", 2, 1, math.inf),)
+    result = GroupResult(ranks=2, hosts=1, measured=measured, rates=(), links={}, compress_from=slower)
+    merged = tune_command._merged(earlier, [result])
+    assert merged.measured == (row(ranks=7), row(seconds=2.0))
+    assert merged.compress_from == (limits[0], *slower)
+    assert planner.parse(json.dumps(merged.as_dict())) == merged
 
 
 @pytest.mark.parametrize(
-    ("coded", "first"), [([9, 9, 1, 1], 4), ([1, 9, 1, 1], 4), ([1, 1, 1, 1], 1), ([1, 1, 1, 5], None)]
+    ("coded", "first"), [([9, 9, 1, 1], 4), ([1, 9, 1, 1], 4), ([1, 1, 1, 1], 1), ([1, 1, 1, 5], math.inf)]
 )
-def test_a_codec_pays_from_where_it_is_faster_at_all_larger_sizes(
-    coded: list[int], first: int | None
-) -> None:
+def test_a_codec_pays_from_where_it_is_faster_at_all_larger_sizes(coded: list[int], first: float) -> None:
     assert first_faster([1, 2, 4, 8], [5, 5, 5, 5], coded) == first
 
 
-def measure_on_cpu(rank: int, ranks: int) -> list[dict[str, Any]]:
+def measure_on_cpu(rank: int, ranks: int) -> tuple[tuple[str, int, int, float], ...]:
     return measure_sums(["none", "int8", "int4"], 256 * 1024, 1, torch.device("cpu"))
 
 
 def test_sums_of_activations_are_measured_alike_on_all_ranks() -> None:
     first, second = run_ranks(measure_on_cpu, 2)
-    assert first == second and [row["codec"] for row in first] == ["int8", "int4"]
-    for row in first:
-        assert (row["ranks"], row["hosts"]) == (2, 1)
-        assert row["bytes"] in (None, 64 * 1024, 128 * 1024, 256 * 1024)
+    assert first == second and [codec for codec, *_ in first] == ["int8", "int4"]
+    for _, ranks, hosts, size in first:
+        assert (ranks, hosts) == (2, 1) and size in (math.inf, 64 * 1024, 128 * 1024, 256 * 1024)
 
 
 def test_a_curve_has_the_lower_quartile_of_each_size_that_was_sampled() -> None:

@@ -256,9 +256,10 @@ def on_the_backend(rank: int, n: int, folder: str) -> None:
 
 def test_the_backend_takes_an_own_algorithm_that_was_measured(tmp_path: Path) -> None:
     table = tmp_path / "tune.json"
-    points = {"collective": "all_reduce", "codec": "none", "ranks": 3, "hosts": 1, "placement": ""}
+    points = {"collective": "all_reduce", "codec": "none", "ranks": 3, "hosts": 1}
     rows = [
-        {**points, "algorithm": name, "points_us": [[1024, us]]} for name, us in (("star", 1), ("ring", 99))
+        {**points, "algorithm": name, "points": [[1024, seconds]]}
+        for name, seconds in (("star", 1), ("ring", 99))
     ]
     document = dtcomm.planner.cost_model.Table(source="a test").as_dict()
     table.write_text(json.dumps({**document, "measured": rows}))
