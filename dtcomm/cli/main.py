@@ -37,6 +37,10 @@ COMMANDS = {
         "dtcomm.extensions.weights.command",
         "patches between checkpoints; serve new weights to engines",
     ),
+    "exact": (
+        "dtcomm.extensions.extras.exact_command",
+        "check exact sums against files of inputs and expected bits",
+    ),
     "tune": ("dtcomm.cli.tune", "measure this machine and write the table that algorithm=auto uses"),
     "doctor": ("dtcomm.cli.doctor", "check this machine and run a self-test of the engine"),
 }
@@ -44,7 +48,7 @@ COMMANDS = {
 #: What the help lists under which heading, in this order; every command is in one group.
 GROUPS = {
     "start": ("demo", "doctor", "run"),
-    "measure": ("perf", "codecs", "trace"),
+    "measure": ("perf", "codecs", "trace", "exact"),
     "plan": ("plan", "tune", "tp"),
     "operate": ("coordinator", "weights"),
 }
