@@ -42,7 +42,7 @@ from dtcomm.tp.flash_all_reduce import EpilogueResult, Norm
 from dtcomm.tp.sharded_module import ShardedModule
 
 #: Tokens of one matrix product. torch's products of other numbers of rows may round differently.
-ROWS = 32
+ROWS = 64
 ALIGNMENT = 64  # bytes: where a matrix starts may decide which instructions multiply it
 
 
