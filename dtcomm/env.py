@@ -95,8 +95,8 @@ VARIABLES: dict[str, Variable] = {
     "DTCOMM_PORTS": Variable(
         user=True,
         meaning="Ports on which ranks listen for the connections of the native engine, such as 20000-20100: one for"
-        " each rank of a host while a communicator is made, and as long as it lives where ranks have several"
-        " connections, which are made anew when they end. Ranks that need connections then use them or raise."
+        " each rank of a host while a communicator is made. Between sites it is needed as long as the communicator"
+        " lives. Ranks that need connections then use them or raise."
         " Empty: ports that the kernel chooses",
         shared=True,
         check=_ports,

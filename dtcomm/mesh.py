@@ -194,9 +194,9 @@ def clip_grad_norm_(
     """Clip the gradients of a model by the norm of all of them, as `torch.nn.utils.clip_grad_norm_` does on one rank.
 
     torch's function counts what one rank has, or one mesh of DTensors. This one counts every element of the whole
-    model's gradient once: those of parameters that FSDP or torch's tensor-parallel styles shard (DTensors), those of
-    dtcomm's tensor-parallel layers, and those of parameters that are named in ``sharded``. A parameter that all ranks
-    of an axis have is counted once. Call it on every rank, after the gradients have been averaged.
+    model's gradient once. It knows parameters that FSDP or torch's tensor-parallel styles shard (DTensors), those of
+    dtcomm's tensor-parallel layers, and those that are named in ``sharded``. A parameter that all ranks of an axis have
+    is counted once. Call it on every rank, after the gradients have been averaged.
 
     Args:
         modules: The model, or this rank's parts of it.

@@ -285,10 +285,9 @@ class BackendReport(RankReport):
     """The state of the backend's groups at the time of the call of `report`; ``str()`` gives lines of text.
 
     Attributes:
-        groups: One dict of plain values for each live group, with the keys ``name``, ``ranks`` (global), ``runtime``
-            (``"native"``, ``"process_group"``, or ``"none"`` before the first operation), ``reason`` (why that
-            runtime), ``operations`` and ``wire_bytes`` (of the runtime, on this rank), and ``fallbacks``: dicts with
-            ``operation``, ``backend``, ``reason`` and ``count``.
+        groups: One dict of plain values for each live group, with ``name``, ``ranks`` (global), ``operations`` and
+            ``wire_bytes``. ``runtime`` is ``"native"``, ``"process_group"``, or ``"none"`` before the first operation,
+            ``reason`` why. ``fallbacks`` are dicts with ``operation``, ``backend``, ``reason`` and ``count``.
         rank: This rank.
     """
 

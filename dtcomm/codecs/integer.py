@@ -112,10 +112,10 @@ class Sign(Codec):
 class VariableInteger(Codec):
     """``intv``: integer codes of 0 to 8 bits; blocks with larger elements have wider codes, within a fixed budget.
 
-    Every bit more quarters a block's squared error. So the sum of squared errors is least if all blocks of a granule
-    of 4096 elements have about the same error: each doubling of a block's largest element takes one bit more (reverse
-    water-filling). The widths of a granule add up to its budget whatever the data, so that payloads have a fixed size,
-    and follow from the blocks' scales and one number for each granule, which the payload holds. The gain over a fixed
+    Every bit more quarters a block's squared error. So the sum of squared errors is least if all blocks of a granule of
+    4096 elements have about the same error. Each doubling of a block's largest element takes one bit more (reverse
+    water-filling). The widths of a granule add up to its budget whatever the data, so that payloads have a fixed size.
+    They follow from the blocks' scales and one number for each granule, which the payload holds. The gain over a fixed
     width is the greater, the more blocks differ; where all blocks are equal there is none. Rounding is to nearest.
 
     Options:

@@ -25,10 +25,10 @@ NVFP4_BLOCK = 16
 class Float8(Codec):
     """``fp8_e4m3``, ``fp8_e5m2``, ``fp8_e3m4``: an 8-bit float per element; the elements of a block share a scale.
 
-    e4m3 has 4 significant bits and steps that shrink with the number down to 2^-15 of the block's largest element;
-    e5m2 has 3 and goes down to 2^-31; e3m4 has 5 and goes down to 2^-7. Small numbers keep their precision next to
-    large ones, unlike in int8, so blocks may be longer. e3m4 has half the error of e4m3 where most elements lie within
-    2^-7 of their block's largest, as in activations, weights and gradients; use e4m3 for a wider range, e5m2 for blocks
+    e4m3 has 4 significant bits and steps that shrink with the number down to 2^-15 of the block's largest element. e5m2
+    has 3 and goes down to 2^-31; e3m4 has 5 and goes down to 2^-7. Small numbers keep their precision next to large
+    ones, unlike in int8, so blocks may be longer. e3m4 has half the error of e4m3 where most elements lie within 2^-7
+    of their block's largest, as in activations, weights and gradients. Use e4m3 for a wider range, e5m2 for blocks
     whose elements lie many orders of magnitude apart.
 
     Options:
@@ -132,11 +132,11 @@ class Nvfp4(Codec):
     An element is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 times the scale of its block, or a negative of these. Blocks are half as
     long as those of ``mxfp4`` and their scales have a mantissa, so the error is less. Gradients need error feedback.
 
-    NVIDIA's format has one fp32 scale per tensor. Here each granule of 4096 elements has one, because the scale of a
-    tensor would need a pass over all of it before the first element can be encoded, and the parts into which
-    collectives cut a payload could not be decoded alone. A granule is a tensor of NVFP4 of 4096 elements, and an
-    outlier costs the range of its own granule only. There are no options: rounding is to nearest, as a stochastic one
-    would be biased where the largest elements saturate.
+    NVIDIA's format has one fp32 scale per tensor. Here each granule of 4096 elements has one. The scale of a tensor
+    would need a pass over all of it before the first element can be encoded, and parts of a payload could not be
+    decoded alone. A granule is a tensor of NVFP4 of 4096 elements, and an outlier costs the range of its own granule
+    only. There are no options: rounding is to nearest, as a stochastic one would be biased where the largest elements
+    saturate.
 
     Attributes:
         element: Always e2m1.

@@ -116,8 +116,8 @@ def custom(
 ) -> PythonCodec:
     """Add a codec of your own, written in Python: from then on its name is valid wherever ``codec`` is an argument.
 
-    Its payloads are sent instead of the tensor. As with every codec a version of a chunk is encoded at most once, all
-    ranks use the decoded bytes, sums are taken in fp32 in rank order, and all ranks end with the same bits. It is
+    Its payloads are sent instead of the tensor. As with every codec a version of a chunk is encoded at most once and
+    all ranks use the decoded bytes. Sums are taken in fp32 in rank order, so all ranks end with the same bits. It is
     slower than a codec of dtcomm. Register it on every rank; ranks whose functions give other bytes under one name
     raise CollectiveMismatch, over Gloo and NCCL with DTCOMM_CHECK=1.
 

@@ -95,7 +95,7 @@ _ARGUMENTS = {
     "codec": """The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
         inside hosts and B between them.""",
     "algorithm": """The algorithm's name, one of ``dtcomm.algorithms.available("{collective}")``; ``"direct"`` for
-        one-shot or two-shot, as suits the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+        one-shot or two-shot, as suits the codec; ``"auto"`` for the fastest by prediction or measurement. Or a
         `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.""",
     "group": "The process group; None is the default group.",
     "async_op": """If True, start the operation and return a ``Work`` at once. The tensors must not be used until the

@@ -117,21 +117,22 @@ def info(group: Group = None) -> dict[str, Any]:
             this function.
 
     Returns:
-        A dictionary: ``runtime`` (``"native"``, ``"peer"``, ``"process_group"``, or ``"none"`` for one rank),
-        ``reason`` (why that one), ``ranks``, ``hosts``, ``table`` (what "auto" decides by: which table of `dtcomm
-        tune`, or dtcomm's own constants), and what the runtime reports, such as ``transport``, ``kernels``,
-        ``operations``, ``wire_bytes`` and ``leaving_bytes``, those of them that went to other hosts (not known of the
-        native engine on several hosts with several ranks); for the native engine also ``threads``, ``memory`` (where
-        shared memory comes from on this rank: ``memfd_create``, or ``/dev/shm`` and why), ``choices``, what trials have
-        chosen for each kind and size of operation, and ``trials``, the value of ``DTCOMM_TRIALS`` or why there are
-        none; and where ranks reach each other over TCP ``connections``, how many carry the payloads between two ranks,
-        and ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with
-        several connections ``missing_connections``, how many have ended and are being made anew, and
-        ``restored_connections``, how often that has succeeded, and ``measured_gbit``, what they carried while they were
-        busy, by host. If messages of send and recv were tried, ``messages`` lists their ``choices``, with the ``peer``
-        (its global rank) and whether this rank ``sends``. If there were calls on CUDA tensors, ``devices`` has the same
-        dictionary for each device; if there were calls on CUDA tensors only, the dictionary itself is that of the first
-        device.
+        A dictionary. ``runtime`` is ``"native"``, ``"peer"``, ``"process_group"``, or ``"none"`` for one rank, and
+        ``reason`` says why. ``table`` is what "auto" decides by: a table of `dtcomm tune`, or dtcomm's own constants.
+        The runtime adds ``ranks``, ``hosts``, ``transport``, ``kernels``, ``operations`` and ``wire_bytes``.
+        ``leaving_bytes`` went to other hosts (not known on several hosts with several ranks each).
+
+        The native engine has ``threads``, and ``memory``: where shared memory comes from on this rank. ``choices`` is
+        what trials have chosen for each kind and size of operation. ``trials`` is ``DTCOMM_TRIALS``, or why there are
+        none. If messages of send and recv were tried, ``messages`` lists their ``choices``, with the ``peer`` (its
+        global rank) and whether this rank ``sends``.
+
+        Over TCP ``connections`` carry the payloads between two ranks, and ``round_trip_ms`` is the longest between
+        hosts. With several connections ``missing_connections`` have ended and are being made anew, and
+        ``restored_connections`` counts those that were. ``measured_gbit`` is what they carried while busy, by host.
+
+        If there were calls on CUDA tensors, ``devices`` has the same dictionary for each device. If there were no
+        others, the dictionary itself is that of the first device.
 
     Raises:
         RuntimeError: If there is no such process group.

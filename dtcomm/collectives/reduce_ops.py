@@ -46,10 +46,10 @@ def all_reduce(
         op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
             once, before its final encoding. min and max are valid with codecs none, fp16 and bf16, and dense tensors.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_reduce")``; ``"direct"`` for one-shot
-            or two-shot, as suits the codec; ``"two_shot_symmetric"`` for a two-shot in which a chunk's owner encodes
-            its own contribution too (fused CUDA kernels only); ``"auto"`` for the fastest by prediction or measurement;
-            or a `dtcomm.schedule.Schedule`, or its text, for the ranks of the group. For a sparse tensor ``"auto"``
-            means ``"direct"``, which adds in rank order in fp32 (fp64 for doubles), unless ``codec`` has two levels.
+            or two-shot, as suits the codec; ``"auto"`` for the fastest by prediction or measurement. With
+            ``"two_shot_symmetric"`` a chunk's owner encodes its own contribution too (fused CUDA kernels only). Or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group. For a sparse tensor ``"auto"`` means
+            ``"direct"``, which adds in rank order in fp32 (fp64 for doubles), unless ``codec`` has two levels.
         audit: If True, the ranks check that the sum is right by checksums of their integers. Only with codec ``exact``.
             On a failure all ranks raise PayloadCorrupt, which names the elements; the tensor is then unchanged, and the
             call may be repeated.

@@ -8,8 +8,8 @@ ranks' tokens:
 - `context_parallel` is a context in which torch's function is `attention`, for models that need not be changed.
 - `shard`, `unshard`, `positions` and `padded_length` divide sequences; `ContextParallelState` counts what is sent.
 
-In the layout ``"zigzag"`` the sequence has two chunks for each of n ranks, and rank r holds chunks r and 2n - 1 - r, so
-that causal attention is the same work for all ranks. In the layout ``"contiguous"`` rank r holds the r-th of n chunks.
+In the layout ``"zigzag"`` the sequence has two chunks for each of n ranks, and rank r holds chunks r and 2n - 1 - r.
+Causal attention is then the same work for all ranks. In the layout ``"contiguous"`` rank r holds the r-th of n chunks.
 
 A rank encodes its keys and values once, and all ranks, itself included, compute with what these bytes decode to: a
 result does not depend on which rank holds a token. Compression is straight-through: gradients are those of attention to

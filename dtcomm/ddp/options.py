@@ -15,10 +15,10 @@ class Options(TypedDict, total=False):
     """What `compress`, `attach` and `DDPState` take.
 
     Attributes:
-        codec: What to compress with: a codec or compressor or its text ("int8", "powersgd:rank=4"), or codec A inside
-            hosts and codec B between hosts ("int8/int4"), which goes to matrices of 1024 elements or more, while the
-            other parameters stay uncompressed; a `Policy` or its text ("ndim<2 -> none; * -> int4"), to choose by name,
-            size or module; or "auto", which tries candidates in the first steps and keeps what pays. Default "int8".
+        codec: What matrices of 1024 elements or more are compressed with; the other parameters stay uncompressed. A
+            codec or compressor or its text ("int8", "powersgd:rank=4"), or one codec inside hosts and another between
+            them ("int8/int4"). A `Policy` or its text ("ndim<2 -> none; * -> int4") chooses by name, size or module.
+            "auto" tries candidates in the first steps and keeps what pays. Default "int8".
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
             "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. "auto":
             True if a scheme loses more than 20 % of Gaussian numbers in one encoding (int3, int2, sign, topk, randk) or
@@ -28,10 +28,10 @@ class Options(TypedDict, total=False):
         save_residuals: Whether checkpoints have the residuals, in the form in which they are kept, so that a resumed
             run continues bit for bit. False: smaller checkpoints, and feedback starts anew. Default True.
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
-            direct ones ("direct", "one_shot", "two_shot") a result does not depend on the bucket a parameter is in, so
-            that a run resumed from a checkpoint continues bit for bit although DDP starts with other buckets. On
-            several hosts that have several ranks each, and with codecs for two levels, "direct" means "hierarchical",
-            of which the same is true. Default "direct".
+            direct ones ("direct", "one_shot", "two_shot") a result does not depend on the bucket a parameter is in. So
+            a resumed run continues bit for bit although DDP starts with other buckets. On several hosts that have
+            several ranks each, and with codecs for two levels, "direct" means "hierarchical", of which the same is
+            true. Default "direct".
         seed: The seed of stochastic rounding; the step is mixed in. Default 0.
         exclude: Shell patterns of parameters, or of modules with all that they contain, that are sent uncompressed,
             such as ``"lm_head"`` or ``["*.norm*", "embed"]``. Default: none.
@@ -42,9 +42,8 @@ class Options(TypedDict, total=False):
         warmup: The number of uncompressed steps at the start. Default 0.
         timeline: Record the times of so many last steps, for ``state.timeline.summary()`` and ``state.trace(path)``;
             0: none (``state.timeline.start()`` switches it on later). Default 0.
-        verify: The number of pairs of steps that are measured at the start of the run, one with compression and one of
-            plain DDP in turn, so that the report can say whether compression paid; a turn takes two steps. Not with
-            "auto", which measures by itself. 0: none. Default 0.
+        verify: How many pairs of steps, with compression and with plain DDP, are measured at the start of the run. The
+            report can then say whether compression paid. Not with "auto", which measures by itself. 0: none. Default 0.
         candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
         grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
             skips leaves them as they were, which takes a second copy of them. Default None: that of the framework, with

@@ -200,8 +200,8 @@ class DDPState(Reporting):
         """Weight this rank's gradients by its samples; call it on every rank before the backward pass.
 
         Each rank's gradients are the mean over its own samples, so the average over ranks is that over all samples only
-        if every rank has as many. With this the hook returns the sum over ranks of samples / total times the gradient:
-        each rank multiplies its gradients by ranks * samples / total before they are encoded, and the sums are those of
+        if every rank has as many. With this the hook returns the sum over ranks of samples / total times the gradient.
+        Each rank multiplies its gradients by ranks * samples / total before they are encoded. The sums are those of
         fp32 in rank order, with the same bits on all ranks. It holds until the next call. With gradient accumulation
         count the samples of all micro-batches.
 

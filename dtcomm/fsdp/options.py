@@ -63,12 +63,11 @@ class StateOptions(TypedDict, total=False):
         sample_every: Steps from one measurement of encoding errors to the next, of gradients and of parameters, for
             report and guard; 0: never, and gradients are not compared over windows of steps either. Default: 50.
         seed: Seed of stochastic rounding. Default: 0.
-        allow_inaccurate: Accept codecs that lose too much of what they are applied to: in one encoding of
-            Gaussian numbers, more than 20 % (relative error) of parameters or of gradients without feedback, or more
-            than 50 % of the differences of ``delta:``. Default: False.
-        verify: The number of pairs of steps, one with compression and one with codec none in turn, that are measured at
-            the start of the run, so that the report can say whether compression paid; a turn takes two steps. 0: none.
-            Default: 0.
+        allow_inaccurate: Accept codecs that lose too much in one encoding of Gaussian numbers. The limits (relative
+            error) are 20 % for parameters and for gradients without feedback, and 50 % for the differences of
+            ``delta:``. Default: False.
+        verify: How many pairs of steps, with compression and with codec none, are measured at the start of the run. The
+            report can then say whether compression paid. 0: none. Default: 0.
         algorithm: Name of the algorithm of the compressed collectives over the shards, one that reduce_scatter and
             all_gather both have, built in or registered (`dtcomm.algorithms.register`). Default: ``"auto"``.
     """

@@ -54,8 +54,8 @@ class LocalSGD(Reporting):
     with the same bits on all ranks.
 
     With ``fragments`` above 1 the model is averaged in parts, one after the other within ``every`` steps, so that
-    messages are smaller and spread over time. With ``delay`` above 0 an average is sent while training continues:
-    the differences after step t are averaged, the outer optimizer moves the common weights of the fragment, and after
+    messages are smaller and spread over time. With ``delay`` above 0 an average is sent while the model is trained on.
+    The differences after step t are averaged, and the outer optimizer moves the common weights of the fragment. After
     step t + ``delay`` its weights w become w + ``mixing`` (common - w). This is Streaming DiLoCo.
 
     Args:
@@ -325,9 +325,9 @@ class LocalSGD(Reporting):
                 its residuals alone.
 
         Raises:
-            ValueError: The state is damaged, an entry is missing or not valid, a single state comes from another number
-                of ranks, the parameters are not this model's, it was saved with other options, or while averages of
-                other fragments were in flight. Nothing has changed.
+            ValueError: The state is damaged, an entry is missing or not valid, or a single state comes from another
+                number of ranks. Or the parameters are not this model's, or it was saved with other options, or while
+                averages of other fragments were in flight. Nothing has changed.
         """
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         sizes = {name: local_shard(weight).numel() for name, weight in self._weights.items()}

@@ -12,7 +12,7 @@ a capacity. examples/moe.py has a layer of these: a router with its losses, expe
 
 Tokens are sent in fp8 and results in bf16 by default. Both functions are differentiable; each one's gradient goes the
 other's way, in ``backward_codec``. Between ranks on several hosts a token is sent once to each host that has some of
-its experts, as the bytes that its rank encoded, and the results are summed on each host before they return.
+its experts, as the bytes that its rank encoded. The results are summed on each host before they return.
 
 On CUDA tensors all index tensors stay on the device. `dispatch` waits for the device once: to learn how many rows to
 send and to receive, which the size of its result depends on. `combine` and the backward passes do not wait.

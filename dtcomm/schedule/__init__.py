@@ -1,7 +1,7 @@
 """Schedules: collectives as data.
 
 A `Schedule` lists which rank sends which chunk to which rank in which step. The functions here read that one value:
-`verify` proves it, `str` prints it and `parse` reads the text back, `simulate` predicts its time, and `lower` turns it
+`verify` proves it, `str` prints it and `parse` reads the text back. `simulate` predicts its time, and `lower` turns it
 into the `Program` of one rank, which is all that a runtime executes. `Builder` writes a schedule by following chunks
 from rank to rank; `dtcomm.algorithms` has the built-in ones.
 """

@@ -36,8 +36,8 @@ def verify(schedule: Schedule) -> Proof:
     """Prove that a schedule does what its collective promises.
 
     The proof covers that every output contains every contribution exactly once, that nothing is read before it has
-    arrived, that all ranks which end with the same chunk end with the same bits (the same sums in the same order,
-    encoded by the same ranks), and that every transfer and every step is needed.
+    arrived, and that every transfer and every step is needed. All ranks that end with the same chunk end with the same
+    bits: the same sums in the same order, encoded by the same ranks.
 
     Args:
         schedule: The schedule to verify.

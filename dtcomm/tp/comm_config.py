@@ -133,11 +133,10 @@ class CommConfig:
         codec: Codec of what the forward pass sends.
         backward_codec: Codec of the gradients that the backward pass sends.
         algorithm: An algorithm of `dtcomm.all_reduce`, a schedule as its text; ``"two_shot_symmetric"`` for the
-            all-reduce of Flash Communication (`dtcomm.tp.flash_all_reduce`); or ``"auto"``: one-shot on two ranks,
-            where it sends no more bytes than two-shot and encodes each activation once instead of twice, and
-            ``"direct"`` on more ranks. With ``"one_shot"`` and ``"two_shot_symmetric"`` every rank's contribution is
-            encoded at its position in the tensor, so a result depends only on the elements of its own block (see
-            `batch_invariant`).
+            all-reduce of Flash Communication (`dtcomm.tp.flash_all_reduce`). ``"auto"``: one-shot on two ranks, where
+            it sends no more bytes than two-shot and encodes once instead of twice; ``"direct"`` on more. With
+            ``"one_shot"`` and ``"two_shot_symmetric"`` every rank's contribution is encoded at its position in the
+            tensor, so a result depends only on the elements of its own block (see `batch_invariant`).
         group: Process group; None is the default group.
         latency: Send small messages uncompressed where the planner predicts that to be faster. Never done with
             ``"one_shot"`` and ``"two_shot_symmetric"``, whose results would then depend on the message's size.
@@ -224,8 +223,8 @@ class CommConfig:
     def batch_invariant(self, features: int) -> bool:
         """Return whether a token's result is independent of the other tokens in the batch.
 
-        It is if every token has blocks of its own (sparse codecs choose among the elements of many tokens), the codec
-        neither rotates nor rounds stochastically, and the decoded blocks of all ranks are added in rank order, as
+        It is if every token has blocks of its own (sparse codecs choose among the elements of many tokens), and the
+        codec neither rotates nor rounds stochastically. The decoded blocks of all ranks must be added in rank order, as
         ``"one_shot"`` and ``"two_shot_symmetric"`` do.
 
         Args:

@@ -83,9 +83,9 @@ class Options(TypedDict, total=False):
         algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
         chunks: Chunks of tokens of the row-parallel layers, see `RowParallelLinear`. Default: 1.
         latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
-        verify: The number of pairs of steps, from forward to forward, that are measured at the start of the run, one
-            with compression and one with codec none in turn, so that the report can say whether compression paid; a
-            turn takes two steps. Not for compiled models, whose codecs are fixed. 0: none. Default: 0.
+        verify: How many pairs of steps, with compression and with codec none, are measured at the start of the run. The
+            report can then say whether compression paid. Not for compiled models, whose codecs are fixed. 0: none.
+            Default: 0.
     """
 
     backward_codec: str | Codec
@@ -124,17 +124,17 @@ def compress(
         model: The model; the same on all ranks.
         group: One-dimensional device mesh, process group, or None for all ranks.
         codec: Codec of the activations, a spec or a `Codec`. Default: ``"int8"``.
-        plan: Which layers to replace: a mapping from name patterns to one of `dtcomm.tp.layer_plan.KINDS`, the name of
-            a built-in plan, a file that ``dtcomm tp calibrate`` wrote (its name ends in .json), which gives every layer
-            its own codec, or None for the built-in plan of ``model.config.model_type``. Default: None.
+        plan: Which layers to replace: a mapping from name patterns to one of `dtcomm.tp.layer_plan.KINDS`, or the name
+            of a built-in plan. A file that ``dtcomm tp calibrate`` wrote (its name ends in .json) gives every layer its
+            own codec. None: the built-in plan of ``model.config.model_type``. Default: None.
 
     Returns:
         The state: which layers were replaced, ``report()`` and ``print_report()``.
 
     Raises:
         TypeError: An argument has a wrong type, or an option is unknown.
-        ValueError: A codec is wrong or too inaccurate, a pattern matches no module, a kind is unknown, a column or row
-            layer lacks its partner, or a size or the number of attention heads is not divisible by the number of
+        ValueError: A codec is wrong or too inaccurate, a pattern matches no module, a kind is unknown, or a column or
+            row layer lacks its partner. Or a size or the number of attention heads is not divisible by the number of
             ranks. The model is unchanged then.
 
     Example::

@@ -64,8 +64,8 @@ class AllReduce:
             `Codec`. Default: ``"none"``.
         algorithm: ``"one_shot"`` or ``"two_shot"`` for all sizes, or ``"auto"``, as above. Default: ``"auto"``.
         compress_from: Size in bytes from which on the codec is used. Default: None, which asks the planner on the CPU
-            (`dtcomm tune` improves its answers); on CUDA it is what `dtcomm tune` has measured for this codec and
-            number of ranks, else 4 MiB, below which the kernels of inference engines and NCCL are as fast.
+            (`dtcomm tune` improves its answers). On CUDA it is what `dtcomm tune` has measured for this codec and
+            number of ranks, else 4 MiB, where the kernels of inference engines and NCCL are as fast.
         device: Device of the tensors. Default: the CPU.
 
     Attributes:

@@ -122,8 +122,8 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: Gather the features of all ranks. By default each rank returns its own features.
         sequence_parallel: The input is this rank's part of the sequence, which is gathered first. Default: False.
         sequence_dim: The dimension of the sequence. Default: 1.
-        packed: The output consists of this many tensors of equal size side by side (queries, keys and values: 3), or
-            of tensors of these sizes, each of which is cut over the ranks by itself. Default: 1.
+        packed: The output consists of this many tensors of equal size side by side (queries, keys and values: 3), or of
+            tensors of these sizes. Each is cut over the ranks by itself. Default: 1.
         transposed: Store the weight as [in_features, out_features], as GPT-2's Conv1D does. Default: False.
 
     Raises:

@@ -27,12 +27,11 @@ class FrozenVariance(torch.optim.Optimizer):
     """Adam or AdamW whose second moment is frozen, and floored, after ``warmup`` steps.
 
     In the first ``warmup`` steps it is the optimizer it wraps, bit for bit. Then it keeps the second moment, corrected
-    for its bias, and only the first one follows the gradients: ``m = beta1 m + (1 - beta1) g`` and
-    ``p -= lr m / ((1 - beta1^t) (sqrt(v) + eps))``. An element that had no gradients in the warm-up, such as the
-    embedding of a token that did not occur, would move by huge steps later; so no element's variance is less than the
-    share ``floor`` of the mean over its parameter. The method is that of 1-bit Adam (Tang et al. 2021,
-    arXiv:2102.02888), which has no floor. Send the gradients of the warm-up uncompressed: ``warmup=`` of
-    `dtcomm.ddp.compress` takes the same number.
+    for its bias, and only the first one follows the gradients: ``m = beta1 m + (1 - beta1) g`` and ``p -= lr m / ((1 -
+    beta1^t) (sqrt(v) + eps))``. An element that had no gradients in the warm-up, such as the embedding of a token that
+    did not occur, would move by huge steps later. So no element's variance is less than the share ``floor`` of the mean
+    over its parameter. The method is that of 1-bit Adam (Tang et al. 2021, arXiv:2102.02888), which has no floor. Send
+    the gradients of the warm-up uncompressed: ``warmup=`` of `dtcomm.ddp.compress` takes the same number.
 
     ``param_groups`` and ``state`` are those of the wrapped optimizer, so learning-rate schedulers, gradient scalers and
     checkpoints work as with it. A parameter is frozen when its own number of steps reaches the warm-up; a state that

@@ -247,7 +247,7 @@ def fix_terms(model: nn.Module, terms: int = 8) -> None:
     Results, and the gradients of inputs, weights and biases, are then equal with and without sequence parallelism, and
     a token's result does not depend on the other tokens of its batch. Sums over ranks are those of ``terms`` partial
     products, rounded once, whatever codec the layers had. Every product has the same shape everywhere: one of ``terms``
-    parts of the features by `ROWS` tokens, which zeros complete. Products of one shape must round alike: the ranks need
+    parts of the features by `ROWS` tokens, which zeros complete. One shape must round equally: the ranks need
     the same processor type, torch build and number of threads.
 
     Args:

@@ -1,8 +1,8 @@
 """Plans whole training jobs: which layout over data, tensor, pipeline, context and expert parallelism is fastest.
 
 `models` has the shapes, `layout` what is planned, `rank_costs` the seconds of computing and the memory of a rank,
-`network` the seconds of messages, `step` the prediction for one layout, `search` the best layouts, and `across_sites`
-training over a wide-area link. ``dtcomm plan job`` and ``dtcomm plan sites`` print what they find.
+`network` the seconds of messages. `step` has the prediction for one layout, `search` the best layouts, and
+`across_sites` training over a wide-area link. ``dtcomm plan job`` and ``dtcomm plan sites`` print what they find.
 """
 
 from dtcomm.extensions.jobs.across_sites import SiteMethod, WideArea, across_sites
