@@ -121,6 +121,30 @@ def test_language(page: Path) -> None:
     assert not found, "\n" + "\n".join(f"{name}:{line}: {what}" for _, line, what in found)
 
 
+# Terms of dtcomm, and the pages that explain them; the glossary explains all.
+TERMS = {
+    "residual": "error-feedback.md",
+    "payload": "encode-decode.md",
+    "granule": "codec-reference.md",
+    "exposed": "monitoring.md",
+    "one-shot": "",
+    "two-shot": "",
+    "virtual rank": "",
+    "memory floor": "",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_terms_are_explained_or_linked(page: Path) -> None:
+    if page.parts[-2] in ("guides", "docs"):
+        text = page.read_text(encoding="utf-8")
+        prose = re.sub(r"``.+?``|`[^`]+`", "CODE", " ".join(paragraph for _, paragraph in paragraphs(text)))
+        used = [term for term in TERMS if re.search(rf"\b{term}s?\b(?! stream)", prose, re.IGNORECASE)]
+        explaining = [page.name, *re.findall(r"([\w-]+\.md)", text)]
+        missing = [term for term in used if not {"glossary.md", TERMS[term]} & set(explaining)]
+        assert not missing, f"link {missing} to the glossary at the first use"
+
+
 LONG = " ".join(["word"] * 35)
 
 
