@@ -1,7 +1,7 @@
 """Command ``dtcomm plan``: predict collective times on hardware you do not own, and whether a codec would pay.
 
 `flags` declares the arguments of the subcommands and `options` says what they stand for. `training` has training steps,
-`job` whole jobs, `links` links of different speed, and `report` the output.
+`job` whole jobs, and `report` the output.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 from dtcomm import env
 from dtcomm.arguments import suggest
 from dtcomm.cli import write_json
-from dtcomm.extensions.jobs.command import flags, job, links, report
+from dtcomm.extensions.jobs.command import flags, job, report
 from dtcomm.extensions.jobs.command.options import (
     algorithm_names,
     codec_specs,
-    links_options,
     message_sizes,
     step_options,
     system_of,
@@ -88,9 +87,6 @@ def _refuse_unknown_flags(parser: _Parser, words: Sequence[str]) -> None:
 
 
 def _collective(arguments: argparse.Namespace) -> int:
-    if arguments.links is not None:
-        links.plan(links_options(arguments), _table(arguments, None), arguments.json)
-        return 0
     system = system_of(arguments)
     table = _table(arguments, system)
     what = arguments.collective, message_sizes(arguments), codec_specs(arguments), algorithm_names(arguments)
@@ -126,7 +122,6 @@ COMMANDS = {
         (
             "collective all_reduce --system h100 --hosts 2 -b 1M -e 8G --codec int8",
             "collective --inside nvlink4 --between 400gbit --hosts 4",
-            "collective --links 0-1=1gbit:75ms,0-2=500mbit:40ms,1-2=1gbit:90ms",
         ),
         "algbw and busbw count uncompressed bytes, as nccl-tests does; GB is 1e9 bytes,\n"
         "K, M and G are powers of 1024. docs/how-it-works/planner.md describes the models.",
@@ -159,11 +154,11 @@ COMMANDS = {
 }
 
 
-def _table(arguments: argparse.Namespace, system: System | None) -> Table:
+def _table(arguments: argparse.Namespace, system: System) -> Table:
     # The user's table was measured on this machine and does not apply to other systems.
     if arguments.table is not None:
         return parse_table(arguments.table.read_text())
-    return parse_table(env.tune_text() if system is None or system.name == "local" else "")
+    return parse_table(env.tune_text() if system.name == "local" else "")
 
 
 def _write(arguments: argparse.Namespace, sweeps: Sequence[Sweep], training: Training | None) -> None:

@@ -18,8 +18,6 @@ from dtcomm.extensions.jobs import hardware, training_model
 from dtcomm.extensions.jobs.hardware import not_one_of
 from dtcomm.extensions.jobs.layout import RECOMPUTE, SCHEDULES, STAGES
 from dtcomm.extensions.jobs.models import PRESETS, ModelShape, find_model, is_preset, model_of_size
-from dtcomm.planner import LinkRates
-from dtcomm.planner.links import read_json
 
 DEFAULT_MFU = 0.4  # of large language models on A100s and H100s; Llama 3's report has 38 to 43 %
 MAX_LAYERS = 100_000
@@ -102,27 +100,12 @@ class TrainingModel:
             raise ValueError(f"--model: tokens: {error}; give step_ms= instead") from None
 
 
-LINKS_USAGE = (
-    "A-B=RATE[:ROUND_TRIP], of sites or hosts numbered from 0, such as "
-    "0-1=1gbit:75ms,0-2=500mbit:40ms,1-2=1gbit:90ms"
-)
-_RATES = {"gbit": 1.0, "mbit": 1e-3}
-_TIMES = {"us": 1.0, "ms": 1e3, "s": 1e6}
-_LINK = re.compile(
-    r"(?P<a>\d+)-(?P<b>\d+)=(?P<rate>\d+(?:\.\d+)?)(?P<unit>gbit|mbit)(?::(?P<time>\d+(?:\.\d+)?)(?P<of>us|ms|s))?"
-)
-
-
 def add_collective(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``dtcomm plan collective``."""
     number, size, names = count_argument(1), size_argument(1), list(algorithms.collectives())
     parser.add_argument("collective", metavar="COLLECTIVE", nargs="?", default="all_reduce", choices=names,
         type=_name_of(names), help=f"{', '.join(names)} (default all_reduce)")  # fmt: skip
-    system = _add_system(parser, cpus=True)
-    _add_rows(system, (
-        ("--links", "LINKS", str, "each link of sites or hosts, as in the last example, with --per-host "
-         "ranks joined by --inside; or a FILE, such as a report of `dtcomm doctor --json`"),
-    ))  # fmt: skip
+    _add_system(parser, cpus=True)
     group = parser.add_argument_group("what to estimate")
     _add_codec(group)
     _add_algorithm(group)
@@ -205,8 +188,8 @@ def _add_layouts(parser: argparse.ArgumentParser) -> None:
     _add_output(parser)
 
 
-def _add_system(parser: argparse.ArgumentParser, *, cpus: bool) -> Any:
-    """Add what describes hosts and links; ``cpus`` adds what only CPU ranks have. Return the group."""
+def _add_system(parser: argparse.ArgumentParser, *, cpus: bool) -> None:
+    """Add what describes hosts and links; ``cpus`` adds what only CPU ranks have."""
     number = count_argument(1)
     systems = ", ".join(name for name in hardware.SYSTEMS if name != "local")
     links = ", ".join(name for name in hardware.PORTS if not name.endswith("gbit"))
@@ -232,7 +215,6 @@ def _add_system(parser: argparse.ArgumentParser, *, cpus: bool) -> Any:
         ))  # fmt: skip
     else:
         parser.set_defaults(cores=None)
-    return group
 
 
 def _add_codec(group: Any) -> None:
@@ -279,27 +261,6 @@ def _datatype(text: str) -> torch.dtype:
     if name not in DTYPES:
         raise argparse.ArgumentTypeError(not_one_of(text, [*DTYPES, *ALIASES]))
     return DTYPES[name]
-
-
-def link_rates(text: str, per_host: int, inside: tuple[float, float]) -> LinkRates:
-    """Return the links that a flag describes: `LINKS_USAGE`, or a file that `LinkRates.of` reads, of links of ranks.
-
-    ``per_host`` and ``inside``, (Gbit/s, microseconds), are those of the ranks of a site; not used with a file.
-    """
-    path = Path(text)
-    if path.is_file():
-        return LinkRates.of(read_json(path))
-    links: dict[tuple[int, int], tuple[float, float]] = {}
-    for part in text.lower().replace(" ", "").split(","):
-        match = _LINK.fullmatch(part)
-        if match is None:
-            raise ValueError(f"{part!r} is not a link, and {text!r} is no file; expected {LINKS_USAGE}")
-        pair = int(match["a"]), int(match["b"])
-        if pair in links or pair[::-1] in links:
-            raise ValueError(f"{match['a']}-{match['b']}: given twice")
-        one_way = float(match["time"] or 0) * _TIMES[match["of"] or "us"] / 2
-        links[pair] = float(match["rate"]) * _RATES[match["unit"]], one_way
-    return LinkRates.between_sites(links, per_host, inside)
 
 
 def _name_of(valid: Iterable[str]) -> Callable[[str], str]:

@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,26 +15,15 @@ from dtcomm.cli import series, split_codecs
 from dtcomm.compress.spec import needs_feedback
 from dtcomm.extensions.jobs import hardware
 from dtcomm.extensions.jobs.across_sites import WideArea
-from dtcomm.extensions.jobs.command.flags import FAT_TREE, LEAF_HOSTS, TrainingModel, link_rates
+from dtcomm.extensions.jobs.command.flags import FAT_TREE, LEAF_HOSTS, TrainingModel
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.layout import Job
 from dtcomm.extensions.jobs.search import FIXABLE
-from dtcomm.planner import LinkRates
 from dtcomm.planner.links import read_json
 from dtcomm.system import allowed_cores
 
 BATCH_TOKENS = 4 * 2**20  # of a step, if --batch is not given: that of Llama 2, and of Llama 3 at its start
 SCHEMES = ("powersgd", "dgc", "ef21", "diana", "auto")  # of dtcomm.ddp, which are no codecs of messages
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinksOptions:
-    """Unlike links to plan: ``rates`` are those between ranks, ``sizes`` the bytes of a message."""
-
-    rates: LinkRates
-    codecs: Sequence[str]
-    sizes: Sequence[int]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,32 +81,6 @@ def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) ->
     for name in names:
         if getattr(arguments, name):
             raise ValueError(f"--{name.replace('_', '-')}: {reason}")
-
-
-#: Flags that would be ignored beside --links.
-BESIDE_LINKS = (
-    "system", "between", "topology", "device", "hosts", "ranks", "nics", "algorithm", "fabric", "leaf_hosts",
-    "oversubscription",
-)  # fmt: skip
-
-
-def links_options(arguments: argparse.Namespace) -> LinksOptions:
-    """Return the links of ``dtcomm plan collective --links``."""
-    _refuse(arguments, BESIDE_LINKS, "not valid with --links, which describes the system")
-    if arguments.collective != "all_reduce":
-        raise ValueError(f"{arguments.collective}: --links plans an all_reduce")
-    if Path(arguments.links).is_file() and (arguments.per_host or arguments.inside):
-        raise ValueError("--per-host and --inside: not valid with a file of links between ranks")
-    port = hardware.find_port(arguments.inside or "memory")
-    inside = port.gbytes * 8, port.latency_us + port.message_us
-    try:
-        rates = link_rates(arguments.links, arguments.per_host or 1, inside)
-    except ValueError as error:
-        raise ValueError(f"--links: {error}") from None
-    return LinksOptions(
-        rates=rates, codecs=codec_specs(arguments), sizes=message_sizes(arguments),
-        dtype=arguments.datatype,
-    )  # fmt: skip
 
 
 def step_options(arguments: argparse.Namespace) -> StepOptions:
