@@ -6,7 +6,6 @@
 """
 
 from dtcomm.extensions.jobs.across_sites import SiteMethod, WideArea, across_sites
-from dtcomm.extensions.jobs.findings import Finding, findings
 from dtcomm.extensions.jobs.layout import AXES, RECOMPUTE, SCHEDULES, Job, Layout
 from dtcomm.extensions.jobs.models import PRESETS, ModelShape, find_model, model_of_size
 from dtcomm.extensions.jobs.network import ExpertRoutes, ExpertTraffic, Network
@@ -15,7 +14,7 @@ from dtcomm.extensions.jobs.search import JobPlan, Misfit, search
 from dtcomm.extensions.jobs.step import JobStep, job_step
 
 __all__ = [
-    "AXES", "PRESETS", "RECOMPUTE", "SCHEDULES", "ExpertRoutes", "ExpertTraffic", "Finding", "Job",
+    "AXES", "PRESETS", "RECOMPUTE", "SCHEDULES", "ExpertRoutes", "ExpertTraffic", "Job",
     "JobMemory", "JobPlan", "JobStep", "Layout", "Misfit", "ModelShape", "Network", "SiteMethod", "WideArea",
-    "across_sites", "find_model", "findings", "job_memory", "job_step", "model_of_size", "search",
+    "across_sites", "find_model", "job_memory", "job_step", "model_of_size", "search",
 ]  # fmt: skip

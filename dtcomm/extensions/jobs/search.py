@@ -1,4 +1,4 @@
-"""Searches the layouts of a job: the fastest, what does not fit and why, and what is wrong with a layout.
+"""Searches the layouts of a job: the fastest, and what does not fit and why.
 
 Every layout is predicted without codecs. For the fastest of them, and for those that would be fastest if communication
 cost nothing, each axis then takes the codec that saves most. Codecs that together save less than the planner's error
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtcomm.extensions.jobs.findings import Finding, findings
 from dtcomm.extensions.jobs.layout import AXES, RECOMPUTE, SCHEDULES, STAGES, Job, Layout
 from dtcomm.extensions.jobs.network import Network
 from dtcomm.extensions.jobs.rank_costs import USABLE, JobMemory, job_memory
@@ -60,7 +59,6 @@ class JobPlan:
         compressed: The same with codecs; empty if no codec saves anything.
         misfits: For each family of which no layout fits in memory, the one that needs least.
         tried: How many layouts were possible, and how many of them fit.
-        findings: What is wrong with the winner, or what holds it back.
     """
 
     job: Job
@@ -68,7 +66,6 @@ class JobPlan:
     compressed: tuple[JobStep, ...]
     misfits: tuple[Misfit, ...]
     tried: tuple[int, int]
-    findings: tuple[Finding, ...]
 
     @property
     def rows(self) -> tuple[JobStep, ...]:
@@ -140,12 +137,11 @@ def search(job: Job, codecs: Sequence[str] = ("int8",), fixed: Mapping[str, Any]
     steps.sort(key=_order)
     compressed = _with_codecs(job, steps, codecs, network)
     found = {family(step.layout) for step in steps}
-    plan = JobPlan(
+    return JobPlan(
         job=job, steps=tuple(_best_of_families(steps)), compressed=tuple(_best_of_families(compressed)),
         misfits=tuple(least[kind] for kind in FAMILIES if kind in least and kind not in found),
-        tried=(possible, len(steps)), findings=(),
+        tried=(possible, len(steps)),
     )  # fmt: skip
-    return replace(plan, findings=tuple(findings(plan.winner, network))) if plan.winner else plan
 
 
 def layouts(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:

@@ -29,9 +29,6 @@ TRAINING_DTYPES = {
 COMPUTE_OF_DTYPE = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 COMPUTE_TYPES = ("fp32", "tf32", "bf16", "fp16")
 STRATEGIES = ("ddp", "fsdp")
-RAILS, FAT_TREE = "rails", "fat-tree"
-#: Hosts below one leaf switch, if --leaf-hosts is not given: with rails each of a leaf's 32 ports is another host's.
-LEAF_HOSTS = {RAILS: 32, FAT_TREE: 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +201,7 @@ def _add_system(parser: argparse.ArgumentParser, *, cpus: bool) -> None:
         ("--per-host", "N", number, "ranks per host (default 8 on GPUs, 2 for local)"),
         ("--ranks", "N", number, "of all hosts, instead of --hosts or --per-host"),
         ("--nics", "N", number, "network ports of a host"),
-        ("--fabric", "NAME", _name_of(LEAF_HOSTS), "rails or fat-tree: 32 or 4 hosts below a leaf switch"),
-        ("--leaf-hosts", "N", number, "hosts below a leaf switch"),
+        ("--leaf-hosts", "N", number, "hosts below a leaf switch, such as 4 of a fat tree and 32 with rails"),
         ("--oversubscription", "X", float, "by how much links above the leaves are too few"),
     ))  # fmt: skip
     if cpus:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -98,7 +97,6 @@ def as_dict(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -
         "codec_speedup": None if not plan.steps else round(plan.speedup, 4),
         "tried": {"possible": plan.tried[0], "fit": plan.tried[1]},
         "misfits": [misfit.as_dict() for misfit in plan.misfits],
-        "findings": [asdict(finding) for finding in plan.findings],
         "verdict": verdict(plan), "assumptions": list(ASSUMPTIONS), "across_sites": sites,
     }  # fmt: skip
 
@@ -139,8 +137,6 @@ def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod])
         total, (part, size) = size_name(round(misfit.memory.total)), misfit.memory.largest
         needs = f"{misfit.family} needs at least {total} ({misfit.layout}), {size_name(round(size))} of it for {part}"
         line(f"does not fit: {needs}", "yellow")
-    for finding in plan.findings:
-        line(f"anti-pattern: {finding.name}: {finding.text}", "yellow")
     if options.wide_area is not None and methods:
         out.print(_sites_table(methods, options))
     out.assumed(ASSUMPTIONS)

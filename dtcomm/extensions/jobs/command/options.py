@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from dtcomm.cli import series, split_codecs
 from dtcomm.compress.spec import needs_feedback
 from dtcomm.extensions.jobs import hardware
 from dtcomm.extensions.jobs.across_sites import WideArea
-from dtcomm.extensions.jobs.command.flags import FAT_TREE, LEAF_HOSTS, TrainingModel
+from dtcomm.extensions.jobs.command.flags import TrainingModel
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.layout import Job
 from dtcomm.extensions.jobs.search import FIXABLE
@@ -76,23 +75,14 @@ def message_sizes(arguments: argparse.Namespace) -> list[int]:
     return series(smallest, largest, step or 0, 1 if step else arguments.stepfactor)
 
 
-def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
-    """Refuse what would otherwise be ignored."""
-    for name in names:
-        if getattr(arguments, name):
-            raise ValueError(f"--{name.replace('_', '-')}: {reason}")
-
-
 def step_options(arguments: argparse.Namespace) -> StepOptions:
     """Return the step of ``dtcomm plan step``."""
     strategy, model = arguments.strategy or "ddp", arguments.model
-    if strategy == "fsdp":
-        _refuse(arguments, ["algorithm"], "not valid with fsdp, whose steps are planned with auto")
-    else:
-        _refuse(
-            arguments, ["parameters"],
-            "only FSDP gathers parameters; valid: dtcomm plan step fsdp --parameters. --codec is that of gradients",
-        )  # fmt: skip
+    if strategy == "fsdp" and arguments.algorithm:
+        raise ValueError("--algorithm: not valid with fsdp, whose steps are planned with auto")
+    if strategy == "ddp" and arguments.parameters:
+        text = "only FSDP gathers parameters; valid: dtcomm plan step fsdp --parameters. --codec is that of gradients"
+        raise ValueError(f"--parameters: {text}")
     system = system_of(arguments)
     model.compute_seconds(system.device)  # raises if the device's peak is not known
     return StepOptions(
@@ -119,7 +109,7 @@ def system_of(arguments: argparse.Namespace) -> System:
         system = replace(system, device=hardware.find_device(arguments.device), implied_device=False)
     if arguments.nics is not None:
         system = replace(system, nics=arguments.nics)
-    system = _with_fabric(arguments, system)
+    system = _with_leaves(arguments, system)
     hosts, per_host = _hosts_and_ranks_per_host(arguments, system)
     if arguments.between is not None and hosts == 1:
         raise ValueError(
@@ -132,20 +122,18 @@ def system_of(arguments: argparse.Namespace) -> System:
     system = replace(system, hosts=hosts, per_host=per_host, cores=arguments.cores or system.cores)
     if system.name != "local" or system.device.generation:
         return system
-    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / per_host
-    cores = arguments.cores or len(allowed_cores())
-    return replace(system, cores=cores, device=replace(system.device, memory_gib=memory_gib))
+    return replace(system, cores=arguments.cores or len(allowed_cores()))
 
 
-def _with_fabric(arguments: argparse.Namespace, system: System) -> System:
+def _with_leaves(arguments: argparse.Namespace, system: System) -> System:
     """Return the system with the switches that the flags describe."""
-    fabric, leaf, over = arguments.fabric, arguments.leaf_hosts, arguments.oversubscription
-    if fabric is None and leaf is None and over is None:
-        return system
-    leaf = leaf or LEAF_HOSTS[fabric or FAT_TREE]
-    over = system.oversubscription if over is None else over
+    over, leaf = arguments.oversubscription, arguments.leaf_hosts or system.leaf_hosts
+    if over is not None and not leaf:
+        raise ValueError(f"--oversubscription {over:g}: only valid with --leaf-hosts")
     try:
-        return replace(system, leaf_hosts=leaf, oversubscription=over)
+        return replace(
+            system, leaf_hosts=leaf, oversubscription=system.oversubscription if over is None else over
+        )
     except ValueError as error:
         raise ValueError(f"--{error}") from None
 

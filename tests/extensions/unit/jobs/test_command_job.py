@@ -51,16 +51,14 @@ def test_fixed_parts_and_a_size_instead_of_a_name(capsys: pytest.CaptureFixture[
         assert plan["model"]["parameters"] == pytest.approx(7e9, rel=0.05)
 
 
-def test_anti_patterns_and_topologies(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_as_json(capsys, *f"{JOB} --tp 16 --codec none".split())
-    assert "tensor parallelism across slow links" in [finding["name"] for finding in plan["findings"]]
+def test_topologies(capsys: pytest.CaptureFixture[str]) -> None:
     wide = (
         "job --model llama-8b --system h100 --hosts 16 --batch 128 --tp 1 --pp 1 --stage ddp --recompute full"
     )
     wide += " --cp 1 --codec none --device b200"
     free, crowded = (
         plan_as_json(capsys, *wide.split(), *more.split())["winner"]["communication_ms"]["dp"]
-        for more in ("", "--fabric fat-tree --oversubscription 4")
+        for more in ("", "--leaf-hosts 4 --oversubscription 4")
     )
     assert crowded > 2 * free
     pcie = plan_as_json(capsys, *"job --model gpt2-xl --system v100-pcie --hosts 2 --batch 64".split())
@@ -105,8 +103,8 @@ def test_a_job_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         (f"{JOB} --stage zero-3", "--stage: 'zero-3' is not one of ddp, zero-1, zero-2, fsdp"),
         (f"{JOB} --schedule 1f1", "did you mean '1f1b'?"),
         (f"{JOB} --tp 3", "no layout is possible (fixed: tp=3)"),
-        (f"{JOB} --fabric rail", "--fabric: 'rail' is not one of rails, fat-tree"),
-        (f"{JOB} --oversubscription 0.5", "--oversubscription: must be at least 1"),
+        (f"{JOB} --oversubscription 4", "--oversubscription 4: only valid with --leaf-hosts"),
+        (f"{JOB} --leaf-hosts 4 --oversubscription 0.5", "--oversubscription: must be at least 1"),
         ("job --model gpt2 --system a100 --seq 2048", "gpt2 has positions for 1024 tokens"),
         ("job --model gpt2 --system v100 --dtype bf16", "'bf16' is not one of fp32, fp16"),
         (f"sites {MODEL}", "the following arguments are required: --wan"),

@@ -1,4 +1,4 @@
-"""The step and the memory of a layout: bubbles, what is exposed, what memory consists of, and findings."""
+"""The step and the memory of a layout: bubbles, what is exposed, and what memory consists of."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,6 @@ from dtcomm.extensions.jobs import (
     ModelShape,
     Network,
     find_model,
-    findings,
     job_memory,
     job_step,
 )
@@ -142,29 +141,6 @@ def test_activations_are_those_of_korthikanti() -> None:
         between, kept = activation_bytes(job, Layout(tp=tp, dp=64 // tp))
         assert between == pytest.approx(sbh * (10 + 24 / tp))
         assert kept == pytest.approx(sbh * scores / tp)
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        (Layout(tp=16, dp=2), "tensor parallelism across slow links"),
-        (Layout(dp=32), "data parallelism without overlap"),
-        (Layout(dp=32, stage="fsdp"), "gathers of parameters exposed"),
-        (Layout(dp=4, pp=8), "too few micro-batches for the pipeline"),
-        (Layout(tp=8, dp=4, recompute="full"), "recomputation without need"),
-        (Layout(dp=2, tp=4, pp=4, schedule="gpipe"), "GPipe keeps all activations"),
-    ],
-)
-def test_anti_patterns_are_named(layout: Layout, name: str) -> None:
-    job = Job(model=find_model("llama3-8b"), system=slow(4), batch=32, seq=4096)
-    found = findings(job_step(job, layout))
-    assert name in [finding.name for finding in found]
-    text = next(finding.text for finding in found if finding.name == name)
-    assert any(character.isdigit() for character in text)
-
-
-def test_a_good_layout_has_no_findings() -> None:
-    assert findings(job_step(job_on(), Layout(dp=16, stage="fsdp", micro_batch=1))) == []
 
 
 @pytest.mark.parametrize(
