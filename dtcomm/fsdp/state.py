@@ -24,7 +24,7 @@ from dtcomm.compress.residuals import FORMS, log_feedback
 from dtcomm.compress.traffic import Traffic, group_traffic
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
 from dtcomm.fsdp.options import UNCOMPRESSED, CompressionSpec, Specs, StateOptions
-from dtcomm.fsdp.storage import BufferPool, FlatLayout, FullResidual, LoCoResidual, ResidualStore
+from dtcomm.fsdp.storage import BufferPool, FlatLayout, FullResidual, LoCoResidual
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling import Timeline
 from dtcomm.streams import Streams, record_streams, streams_of
@@ -502,7 +502,7 @@ class FSDPState(Reporting):
         return self._saved_reference_shards.pop(module, None)
 
 
-def _make_residual_store(prefix: str, form: str) -> ResidualStore | None:
+def _make_residual_store(prefix: str, form: str) -> FullResidual | None:
     """Return the store for a spec's prefix; ValueError if the form of residuals is unknown or not applicable."""
     if form not in FORMS:
         raise ValueError(f"residual: {form!r}; valid: {', '.join(FORMS)}")

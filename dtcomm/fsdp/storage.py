@@ -3,12 +3,11 @@
 A flat tensor holds the gradients or parameters of a module, an FSDP1 unit or a bucket; a layout says where each
 parameter lies in it. Residuals, the errors of gradient encodings, are stored flat during training and saved by
 parameter name: the length and order of a flat tensor depend on the number of ranks, a parameter's own shape does not.
-Prefix ``ef:`` uses `FullResidual`, ``loco:`` uses `LoCoResidual`; a `ResidualStore` is one of them.
+Prefix ``ef:`` uses `FullResidual`, ``loco:`` uses `LoCoResidual`.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,10 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from dtcomm import torch_compat
 from dtcomm.codecs import codec
 from dtcomm.collectives import all_reduce, empty
-from dtcomm.compress.residuals import Residuals, require_numel
+from dtcomm.compress.residuals import Residuals
 from dtcomm.kernels import counter_rng
-from dtcomm.kernels.ops import decode, encode
-from dtcomm.streams import match_device
 
 LOCO_BETA = 0.8
 LOCO_RESET_CALLS = 1024
@@ -204,7 +201,7 @@ class FullResidual(Residuals):
         self.put(module, counter_rng.absorb(key, calls))
 
 
-class LoCoResidual:
+class LoCoResidual(FullResidual):
     """The error feedback of LoCo (Xie et al. 2024, arXiv:2407.04480): a moving average of the error, in 8 bits.
 
     ``residual = beta * residual + (1 - beta) * error``. Every ``reset_calls`` calls of a module the residual becomes
@@ -212,93 +209,27 @@ class LoCoResidual:
 
     The 8 bits are rounded stochastically: to the nearest value, an average would never take in errors that are small
     beside the largest one of their block.
-
-    Attributes:
-        counts: Number of calls of each module, which decides when its residual is next reset.
     """
 
     def __init__(self, beta: float = LOCO_BETA, reset_calls: int = LOCO_RESET_CALLS) -> None:
+        super().__init__("int8")
+        self._codec = LOCO_CODEC
         self.beta, self.reset_calls = beta, reset_calls
-        self._payloads: dict[str, torch.Tensor] = {}
-        self._loaded: dict[str, torch.Tensor] = {}  # from a checkpoint, in fp32 until the next `give_back`
-        self.counts: dict[str, int] = {}
-        self._pending_factors: dict[str, float] = {}  # of `scale`, applied when a residual is next decoded
-        self._numels: dict[str, int] = {}
-        self._free_buffers: list[torch.Tensor] = []
+        self._averages: dict[str, torch.Tensor] = {}  # of modules whose encoding is under way
 
     def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
-        """Return the flat fp32 residual, which the next encoding adds and overwrites; `give_back` takes it."""
-        return self._decode(module, self._take_buffer(like.numel(), like.device))
+        residual = super().take(module, like)
+        self._averages[module] = residual.clone()
+        return residual
 
     def give_back(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
         """Update the average with the encoding's error, which is in ``residual``."""
-        calls = self.counts[module] = self.counts.get(module, 0) + 1
-        if calls % self.reset_calls == 0:
+        # A block with a non-finite gradient leaves its residual unchanged, so both are equal there.
+        residual.copy_(self._averages.pop(module).lerp_(residual, 1 - self.beta))
+        super().give_back(module, residual, key)
+        if self.counts[module] % self.reset_calls == 0:
             self.reset(module)
-        else:
-            old = self._decode(module, self._take_buffer(residual.numel(), residual.device))
-            # A block with a non-finite gradient leaves its residual unchanged, so old and new are equal there.
-            average = old.lerp_(residual, 1 - self.beta)
-            self._numels[module] = residual.numel()
-            payload = self._payloads.get(module)
-            reusable = payload is not None and payload.device == residual.device
-            key = counter_rng.absorb(key, zlib.crc32(module.encode()), calls)
-            self._payloads[module] = encode(LOCO_CODEC, average, key, out=payload if reusable else None)
-            self._loaded.pop(module, None)
-            self._pending_factors.pop(module, None)
-            self._free_buffers.append(old)
-        self._free_buffers.append(residual)
 
-    def _take_buffer(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Return fp32 memory, reused where possible: page faults of fresh memory cost more than the arithmetic."""
-        for index, buffer in enumerate(self._free_buffers):
-            if buffer.numel() == numel and buffer.device == device:
-                return self._free_buffers.pop(index)
-        del self._free_buffers[:-3]  # keep a few, for modules of other sizes
-        return torch.empty(numel, device=device)
-
-    def _decode(self, module: str, out: torch.Tensor) -> torch.Tensor:
-        if module not in self._payloads and module not in self._loaded:
-            return out.zero_()
-        require_numel(self._numels[module], "residual", module, out)
-        if module in self._loaded:
-            out.copy_(self._loaded[module])
-        else:
-            decode(LOCO_CODEC, match_device(self._payloads[module], out), out.numel(), out=out)
-        factor = self._pending_factors.get(module)
-        return out if factor is None else out.mul_(factor)
-
-    def scale(self, factor: float) -> None:
-        """Multiply all residuals by ``factor``, when they are next used."""
-        for module in (*self._payloads, *self._loaded):
-            self._pending_factors[module] = self._pending_factors.get(module, 1.0) * factor
-
-    def reset(self, module: str) -> None:
-        """Set the residual of a module to zero."""
-        self._payloads.pop(module, None)
-        self._loaded.pop(module, None)
-        self._pending_factors.pop(module, None)
-
-    def nbytes(self) -> int:
-        """Return the memory in use."""
-        loaded = sum(4 * residual.numel() for residual in self._loaded.values())
-        return loaded + sum(payload.numel() for payload in self._payloads.values())
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return copies of all residuals, in fp32 on the CPU."""
-        return {
-            name: self._decode(name, torch.empty(self._numels[name]))
-            for name in (*self._payloads, *self._loaded)
-        }
-
-    def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `state_dict` returned, exactly: rounded a second time residuals might differ."""
-        self._pending_factors, self._payloads = {}, {}
-        self._numels = {name: residual.numel() for name, residual in tensors.items()}
-        self._loaded = {name: residual.clone() for name, residual in tensors.items()}
-
-
-ResidualStore: TypeAlias = FullResidual | LoCoResidual
 
 # --- buffers of collectives -------------------------------------------------------------------------------------------
 
