@@ -25,7 +25,14 @@ from dtcomm.torch_compat import autograd_apply
 NONE = codec("none")
 MESSAGES = "messages between stages"
 MAX_DIMS = 8  # of a tensor whose shape is sent with it
-MAX_IN_FLIGHT = 64  # messages; before sending more, a sender waits for the oldest
+
+
+def message_codecs(codec: str | Codec, backward_codec: str | Codec | None) -> tuple[Codec, Codec]:
+    """Return the codecs of activations and of gradients, by default the same; errors name the argument."""
+    forward = message_codec(codec, "codec", MESSAGES)
+    return forward, forward if backward_codec is None else message_codec(
+        backward_codec, "backward_codec", MESSAGES
+    )
 
 
 class Link(NamedTuple):
@@ -197,42 +204,24 @@ class _LinkEnd:
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
-        self.peer, self.group, self.seed = peer, group, seed
-        self.codec = message_codec(codec, "codec", MESSAGES)
-        self.backward_codec = (
-            self.codec
-            if backward_codec is None
-            else message_codec(backward_codec, "backward_codec", MESSAGES)
-        )
-        self.sent_bytes = 0
-        self._messages = 0
-        self._in_flight: deque[Work] = deque()
+        self.peer, self.group = peer, group
+        self.codec, self.backward_codec = message_codecs(codec, backward_codec)
+        self._exchange, self._traffic = Exchange(seed), Traffic(codec=str(codec))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the completed messages; `flush` completes all."""
+        return self._traffic.wire_bytes
 
     def _send(self, tensor: torch.Tensor, codec: Codec, residual: torch.Tensor | None = None) -> None:
-        self._messages += 1
-        work = send(
-            tensor,
-            self.peer,
-            codec=codec,
-            group=self.group,
-            async_op=True,
-            seed=self.seed + self._messages,
-            residual=residual,
-        )
-        self._in_flight.append(work)
-        # Encoding rewrites the residual, so it must be finished before the next message uses the residual.
-        while len(self._in_flight) > (0 if residual is not None else MAX_IN_FLIGHT):
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        work = self._in_flight.popleft()
-        work.wait()
-        self.sent_bytes += work.wire_bytes
+        link = Link(self.peer, self.group)
+        self._exchange.send(tensor, link, codec, self._traffic, tensor.nbytes, residual)
+        if residual is not None:  # encoding rewrites it, which must be over before the next message
+            self.flush()
 
     def flush(self) -> None:
         """Wait until the peer has received all messages; raises the error of one that failed."""
-        while self._in_flight:
-            self._wait_for_oldest()
+        self._exchange.finish_sends()
 
 
 class Sender(_LinkEnd):
@@ -244,9 +233,6 @@ class Sender(_LinkEnd):
         backward_codec: Codec of the gradients. Default: that of the activations.
         group: Process group that contains both ranks. Default: the default group.
         seed: Seed of stochastic rounding. Default: 0.
-
-    Attributes:
-        sent_bytes: Bytes of the completed messages; `flush` completes all.
 
     Example::
 
@@ -279,9 +265,6 @@ class Receiver(_LinkEnd):
             ``"auto"``: as for `dtcomm.pipeline.compress`. Default: ``"auto"``.
         group: Process group that contains both ranks. Default: the default group.
         seed: Seed of stochastic rounding. Default: 0.
-
-    Attributes:
-        sent_bytes: Bytes of the completed messages; `flush` completes all.
 
     Example::
 

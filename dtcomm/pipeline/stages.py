@@ -20,15 +20,15 @@ from dtcomm.arguments import require_bool, require_int
 from dtcomm.codecs import Codec
 from dtcomm.compress.models import wrong_type
 from dtcomm.compress.residuals import SampleReferences
-from dtcomm.compress.spec import choose_feedback, message_codec, require_accurate
+from dtcomm.compress.spec import choose_feedback, require_accurate
 from dtcomm.compress.traffic import Traffic
 from dtcomm.pipeline.exchange import (
-    MESSAGES,
     NONE,
     Link,
     Receipt,
     Steps,
     as_sendable,
+    message_codecs,
     post_receive,
     receive_tensor,
     shape_header,
@@ -128,10 +128,7 @@ def compress(
         raise ValueError(
             "differences: not valid with dynamic_shapes: a sample's activation must keep its shape"
         )
-    forward = message_codec(codec, "codec", MESSAGES)
-    backward = (
-        forward if backward_codec is None else message_codec(backward_codec, "backward_codec", MESSAGES)
-    )
+    forward, backward = message_codecs(codec, backward_codec)
     chosen, reason = choose_feedback(feedback, [backward])
     if not isinstance(chosen, bool):
         raise ValueError(f"feedback: {feedback!r}; valid for pipelines: True, False, 'auto'")
