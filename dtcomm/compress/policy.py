@@ -214,6 +214,16 @@ def exclusions(patterns: str | Sequence[str], names: Collection[str] | None = No
     return Policy(rules=tuple(rules))
 
 
+def excluded_names(patterns: str | Sequence[str], names: Collection[str]) -> dict[str, str]:
+    """Return which of ``names`` `exclusions` leave uncompressed, each with the first pattern that it matches."""
+    rules = [str(rule.name) for rule in exclusions(patterns, names).rules]
+    return {
+        name: next(rule for rule in rules if fnmatch.fnmatchcase(name, rule)).removesuffix(".*")
+        for name in names
+        if any(fnmatch.fnmatchcase(name, rule) for rule in rules)
+    }
+
+
 def choose_for(scheme: Scheme, tensor: torch.Tensor) -> CodecChoice:
     """Return ``scheme`` for a gradient of this dtype and shape, or none if it does not apply, and why."""
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ An error in a collective is raised by ``backward()`` with its own type (`PeerLos
 """
 
 # Annotations stay objects in this file: register_comm_hook compares the hook's with the types themselves.
+import functools
 from typing import Any
 
 import torch
@@ -149,16 +150,12 @@ def attach(
     """
     if codec == AUTO:  # wrong options raise their errors now, and not when the model is wrapped
         parse_candidates(options.get("candidates"))
-    DDPState(codec, feedback=feedback, **options)
+    make_state = functools.partial(DDPState, codec, feedback=feedback, **options)
+    make_state()
 
     def compress_wrapped(model: torch.nn.Module) -> DDPState:
         scaler = options.get("grad_scaler") or _find_grad_scaler(owner)
         return compress(model, codec, feedback, **{**options, "grad_scaler": scaler})
-
-    def unused() -> DDPState:
-        state = DDPState(codec, feedback=feedback, **options)
-        state.set_unused()
-        return state
 
     return attach_to(
         owner,
@@ -168,7 +165,7 @@ def attach(
             accepts=lambda model: isinstance(model, DistributedDataParallel),
             obstacle=_obstacle,
             compress=compress_wrapped,
-            unused=unused,
+            unused=lambda: make_state().set_unused(),
         ),
         log=log,
     )

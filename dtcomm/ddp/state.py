@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from dtcomm import torch_compat
 from dtcomm.arguments import require_factor, shares_options
@@ -434,7 +434,7 @@ class DDPState(Reporting):
             self._undo.pop()()
         self._reducer.release()
 
-    def set_unused(self, *, has_hook: bool = False) -> None:
+    def set_unused(self, *, has_hook: bool = False) -> Self:
         """Say in the log, the report and the state that this state compresses nothing, and why.
 
         Args:
@@ -443,6 +443,7 @@ class DDPState(Reporting):
         idle = not has_hook and any(isinstance(scheme, DGC) for scheme in self._chooser.schemes)
         more = ", and the momentum of 'dgc' does not act; give it to the optimizer" if idle else ""
         self._unused = why_unused("dtcomm.ddp", more)
+        return self
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket in place; the future holds its buffer once that is done. The hook calls it."""

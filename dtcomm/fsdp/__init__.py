@@ -109,8 +109,7 @@ def compress(
     specs = parse_specs(gradients, parameters, given)
     state = FSDPState(specs, given)
     if rank_and_size()[1] == 1 and isinstance(model, torch.nn.Module) and not _is_sharded(model):
-        state.set_unused()
-        return state
+        return state.set_unused()
     units = find_units(model)
     memory = describe_size(sum(unit.trainable_numel for unit in units), given["residual"])
     require_accurate(specs, given, memory)
@@ -118,8 +117,7 @@ def compress(
         if not spec.is_none and rank_and_size()[1] > 1:
             require_kernels(spec.codecs(), model.parameters(), argument)
     if env.disabled():
-        state.set_unused()
-        return state
+        return state.set_unused()
     for name, pattern in excluded_units(given["exclude"], units).items():
         state.exclude(name, pattern)
     state.algorithm = given["algorithm"]
@@ -180,11 +178,6 @@ def attach(
     require_accurate(specs, given, "residuals of the size of the model")
     FSDPState(specs, given)
 
-    def unused() -> FSDPState:
-        state = FSDPState(specs, given)
-        state.set_unused()
-        return state
-
     return attach_to(
         owner,
         Integration(
@@ -193,7 +186,7 @@ def attach(
             accepts=_is_sharded,
             obstacle=_obstacle,
             compress=lambda model: compress(model, gradients, parameters, **options),
-            unused=unused,
+            unused=lambda: FSDPState(specs, given).set_unused(),
         ),
         log=log,
     )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from dtcomm import torch_compat
+from dtcomm.codecs import Codec
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
 from dtcomm.compress.measurements import ErrorSample, Reading
 from dtcomm.compress.traffic import Traffic
@@ -166,26 +167,24 @@ class CompressedAllGather(_FsdpCollective, AllGather):
         spec = self.state.guard.current_spec(parameters_name(self.module), spec)
         codec_spec = codec_spec_for(spec, input_tensor.dtype, traffic, input_tensor.numel(), group.size())
         self.state.note_choice(self.module, traffic)
-        seed = self.state.next_seed()
         # FSDP's input is a part of its output, which the gather overwrites with decoded values.
         sample = self._take_sample(spec, traffic, input_tensor, input_tensor)
         sent = None if sample is None else input_tensor.to(torch.float32, copy=True)
-        algorithm = self.state.algorithm
-        work = all_gather(
-            output_tensor,
-            input_tensor,
-            codec=codec_spec,
-            algorithm=algorithm,
-            group=group,
-            seed=seed,
-            async_op=True,
-        )
+        work = all_gather(output_tensor, input_tensor, async_op=True, **self._options(codec_spec, group))
 
         def record_error() -> None:
             if sample is not None and sent is not None:
                 self._record_error(sample, sent, output_tensor, group, traffic)
 
         return self.pending("parameters", work, traffic, plain_bytes, record_error)
+
+    def _options(self, codec: str | Codec, group: dist.ProcessGroup) -> dict[str, Any]:
+        return {
+            "codec": codec,
+            "algorithm": self.state.algorithm,
+            "group": group,
+            "seed": self.state.next_seed(),
+        }
 
     def _take_sample(
         self, spec: CompressionSpec, traffic: Traffic, shard: torch.Tensor, sent: torch.Tensor
@@ -236,15 +235,7 @@ class CompressedAllGather(_FsdpCollective, AllGather):
         differences = self.state.buffers.take(output.shape, output.dtype, output.device)
         difference = shard - shard_of_reference
         sample = self._take_sample(spec, traffic, shard, difference)
-        work = all_gather(
-            differences,
-            difference,
-            codec=codec_spec,
-            algorithm=self.state.algorithm,
-            group=group,
-            seed=self.state.next_seed(),
-            async_op=True,
-        )
+        work = all_gather(differences, difference, async_op=True, **self._options(codec_spec, group))
 
         def add_differences() -> None:
             record_streams(differences, reference)  # FSDP waits on another stream than it gathers on

@@ -227,19 +227,20 @@ class ShardGuard:
 
         On a device the result is a tensor on that device.
         """
-        self._monitor.record_error(sample, lost)
-        norm = torch.as_tensor(sample.gradient_norm)
-        relative = torch.where(norm > 0, l2_norm(lost) / norm, 0.0)
-        return float(relative) if relative.is_cpu else relative
+        return self._record(sample, lost, l2_norm(lost), torch.as_tensor(sample.gradient_norm))
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> float | torch.Tensor:
         """Record the encoding's error and return it relative to the encoder's input, over the sampled elements.
 
         On a device the result is a tensor on that device.
         """
-        self._monitor.record_error(sample, lost)
-        signal = torch.linalg.vector_norm(sample.encoder_input)
         error = torch.linalg.vector_norm(lost[:: sample.stride])
+        return self._record(sample, lost, error, torch.linalg.vector_norm(sample.encoder_input))
+
+    def _record(
+        self, sample: ErrorSample, lost: torch.Tensor, error: torch.Tensor, signal: torch.Tensor
+    ) -> float | torch.Tensor:
+        self._monitor.record_error(sample, lost)
         relative = torch.where(signal > 0, error / signal, 0.0)
         return float(relative) if relative.is_cpu else relative
 

@@ -18,7 +18,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_s
 from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement, GroupOrMesh, process_group_of
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event
-from dtcomm.compress.policy import exclusions
+from dtcomm.compress.policy import excluded_names
 from dtcomm.compress.report import Report
 from dtcomm.compress.reporting import Reporting
 from dtcomm.compress.residuals import describe_size
@@ -131,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         specs = parse_specs(gradients, parameters, given)
         memory = describe_size(sum(trainable.values()), given["residual"])
         require_accurate(specs, given, memory)
-        self._exclusions = exclusions(given["exclude"], list(trainable)).rules
+        self._excluded = excluded_names(given["exclude"], trainable)
         self._compression = compression = FSDPState(specs, given, self.integration)
         self._loss_watch = None if given["guard"] is None else compression.guard
         compression.group = group
@@ -205,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             if not parameter.requires_grad:
                 continue
             key = _BucketKey(
-                parameter.dtype, self._excluding_pattern(name), tuple(str(group.group_name) for group in own)
+                parameter.dtype, self._excluded.get(name, ""), tuple(str(group.group_name) for group in own)
             )
             members = unfinished.setdefault(key, [])
             members.append((name, parameter))
@@ -214,11 +213,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         for key in list(unfinished):
             finish(key)
         return buckets
-
-    def _excluding_pattern(self, name: str) -> str:
-        """Return the pattern of ``exclude`` that matches a parameter, or empty."""
-        patterns = (str(rule.name) for rule in self._exclusions if fnmatchcase(name, str(rule.name)))
-        return next(patterns, "").removesuffix(".*")
 
     # --- backward ---------------------------------------------------------------------------------------------
 

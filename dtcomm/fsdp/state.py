@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Self
 
 from dtcomm import env, torch_compat
 from dtcomm.arguments import require_bool, require_factor, require_int
@@ -343,9 +344,10 @@ class FSDPState(Reporting):
         """Let `detach` call ``undo``."""
         self._undo.append(undo)
 
-    def set_unused(self) -> None:
+    def set_unused(self) -> Self:
         """Say in the log, the report and the state that this state compresses nothing, and why."""
         self._unused = why_unused("dtcomm.fsdp")
+        return self
 
     def exclude(self, module: str, pattern: str) -> None:
         """Send a module uncompressed, because its name matches ``pattern``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from dtcomm import torch_compat
 from dtcomm.arguments import suggest
 from dtcomm.compress.models import wrong_type
+from dtcomm.compress.policy import exclusions
 from dtcomm.fsdp.collectives import CompressedAllGather
 from dtcomm.fsdp.guard import ROOT
 from dtcomm.fsdp.storage import parameter_names
@@ -83,23 +84,14 @@ def _already_compressed(unit: Unit, what: str) -> RuntimeError:
     )
 
 
-def excluded_units(patterns: str | Collection[str], units: Sequence[Unit]) -> dict[str, str]:
+def excluded_units(patterns: str | Sequence[str], units: Sequence[Unit]) -> dict[str, str]:
     """Return the units that ``exclude`` leaves uncompressed, each with the pattern that it matches.
 
     Patterns are those of modules, or of all parameters of a unit. TypeError if one is not a string; ValueError if one
     matches nothing, or a part of a unit, or if no unit is left.
     """
-    if isinstance(patterns, str):
-        patterns = (patterns,)
-    wrong = (
-        [patterns]
-        if not isinstance(patterns, Collection)
-        else [p for p in patterns if not isinstance(p, str)]
-    )
-    if wrong:
-        raise TypeError(
-            f"exclude: expected a pattern or several patterns (str), got {type(wrong[0]).__name__}"
-        )
+    exclusions(patterns)  # raises TypeError
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
     excluded: dict[str, str] = {}
     for pattern in patterns:
         matched = [unit.name for unit in units if _matches(unit, pattern)]

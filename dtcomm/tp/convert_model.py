@@ -12,9 +12,8 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -30,10 +29,10 @@ from dtcomm.collectives import Algorithm
 from dtcomm.collectives.groups import Announcement, GroupOrMesh, sent_bytes
 from dtcomm.compress.models import kind_of, refuse_join, wrong_type
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
-from dtcomm.compress.policy import exclusions
+from dtcomm.compress.policy import excluded_names
 from dtcomm.compress.report import Report, describe_uncompressed
 from dtcomm.compress.reporting import Reporting, why_unused
-from dtcomm.compress.spec import MAX_ERROR, gaussian_error, require_kernels
+from dtcomm.compress.spec import require_accurate, require_kernels
 from dtcomm.compress.traffic import SMALL, Traffic, group_traffic
 from dtcomm.torch_compat import ModuleHook
 from dtcomm.tp.comm_config import NONE, CallKind, CommConfig, parse_codec
@@ -152,15 +151,17 @@ def compress(
     forward = parse_codec(codec)
     backward = parse_codec(given["backward_codec"], "backward_codec")
     if not given["allow_inaccurate"]:
-        _require_accurate(forward, "codec")
-        _require_accurate(backward, "backward_codec")
+        remedy = "a plan of dtcomm.extensions.calibrate with the layers that tolerate it"
+        require_accurate(forward, "codec", "activations", remedy)
+        require_accurate(backward, "backward_codec", "gradients", remedy)
     comm = CommConfig.of(forward, backward, algorithm=algorithm, group=group)
     if comm.world_size > 1:
         require_kernels([forward], model.parameters(), "codec")
         require_kernels([backward], model.parameters(), "backward_codec")
     modules = resolve_plan(model, plan, comm.world_size)
     entries = {name: entry for name, (_, entry) in modules.items()}
-    excluded = _excluded_layers(given["exclude"], entries)
+    by_weight = excluded_names(given["exclude"], [f"{name}.weight" for name in entries])
+    excluded = {name.removesuffix(".weight"): pattern for name, pattern in by_weight.items()}
     shared: dict[str, Any] = {"algorithm": algorithm, "group": group, "device": "meta"}
     config = getattr(model, "config", None)
     sharing = _modules_of_weights(model)
@@ -206,28 +207,6 @@ def _require_options(codec: object, plan: object, options: Options) -> None:
         raise ValueError(f"plan: {plan!r} is a codec; pass codec={plan!r}, and the plan as plan=")
     require_bool("allow_inaccurate", options["allow_inaccurate"])
     require_int("verify", options["verify"], 0)
-
-
-def _require_accurate(codec: Codec, argument: str) -> None:
-    error = gaussian_error(codec)
-    if error > MAX_ERROR:
-        raise ValueError(
-            f"{argument}: {codec} loses {error:.0%} of the activations (relative error; the limit is {MAX_ERROR:.0%}), "
-            "and no error feedback resends it; use 4 bits or more, or a plan of dtcomm.extensions.calibrate with "
-            "the layers that tolerate it; allow_inaccurate=True allows it"
-        )
-
-
-def _excluded_layers(patterns: str | Sequence[str], layers: Iterable[str]) -> dict[str, str]:
-    """Return the layers that ``exclude`` leaves uncompressed, each with the pattern that it matches."""
-    weights = {f"{layer}.weight": layer for layer in layers}
-    rules = exclusions(patterns, list(weights)).rules
-    return {
-        layer: str(rule.name).removesuffix(".*")
-        for weight, layer in weights.items()
-        for rule in rules
-        if fnmatchcase(weight, str(rule.name))
-    }
 
 
 # Subclasses of Linear whose own forward computes what Linear's does.
