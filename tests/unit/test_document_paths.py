@@ -48,3 +48,39 @@ def test_nobody_is_told_to_install_a_package_that_is_not_ours() -> None:
     own = Path(__file__)
     wrong = [path for path in files if path != own and told.search(path.read_text(encoding="utf-8"))]
     assert len(files) > 500 and not wrong, wrong
+
+
+def flags_of_commands() -> dict[str, set[str]]:
+    """Return the flags of each command, as the reference lists them."""
+    text = (ROOT / "docs/reference/command-line.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## (dtcomm[\w -]*)$", text, flags=re.MULTILINE)[1:]
+    return {
+        name: set(re.findall(r"`(--?[\w-]+)", section))
+        for name, section in zip(sections[::2], sections[1::2])
+    }
+
+
+def unknown_flags(text: str) -> list[str]:
+    """Return what commands of dtcomm in a page's code blocks and cells have that the reference does not list."""
+    known, found = flags_of_commands(), []
+    code = re.findall(r"```.*?```|`dtcomm [^`]+`", text.replace("\\\n", " "), flags=re.DOTALL)
+    for line in "\n".join(code).splitlines():
+        match = re.search(r"(?:-m |\$ |^ *|`)(dtcomm (?:[a-z]+ )+.*)", line.partition("#")[0])
+        names = [name for name in known if match and f"{match[1]} ".startswith(f"{name} ")]
+        if match and names:
+            command = re.split(r"[&|;`]|train\.py", match[1])[0]
+            flags = set(re.findall(r"(?<= )--?[a-zA-Z][\w-]*", command))
+            found += [f"{max(names, key=len)}: {flag}" for flag in flags - known[max(names, key=len)]]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_have_flags_that_exist(page: Path) -> None:
+    assert unknown_flags(page.read_text(encoding="utf-8")) == []
+
+
+def test_flags_that_do_not_exist_are_found() -> None:
+    page = (
+        "```sh\n$ dtcomm plan step --model 1B --memory 2\n```\nor `dtcomm tune --no-such`, `dtcomm tune -o x`"
+    )
+    assert sorted(unknown_flags(page)) == ["dtcomm plan step: --memory", "dtcomm tune: --no-such"]
