@@ -86,7 +86,7 @@ def print_bits(rate: float, old: torch.Tensor, new: torch.Tensor) -> None:
     xors = (a ^ b)[places]
     listed = len(zlib.compress(gaps.numpy().tobytes() + xors.numpy().tobytes(), 6)) * 8 / changed
     dense = len(zlib.compress((a ^ b).numpy().tobytes(), 6)) * 8 / changed
-    own = encode(old, new).numel() * 8 / changed
+    own = encode(old, new)[0].numel() * 8 / changed
     share = 100 * changed / len(a)
     print(f"| {rate:g} | {share:.2f} % | 48 | {dense:.1f} | {listed:.1f} | {own:.2f} |", flush=True)
 
@@ -166,7 +166,7 @@ def main() -> None:
     new = (master + 1.7e-6 * (torch.randn(1 << 24) * 0.5).clamp(-1, 1)).bfloat16()
     copies = options.elements >> 24
     old, new = master.bfloat16().repeat(copies), new.repeat(copies)
-    out, payload, none = torch.empty_like(old), encode(old, new), encode(old, old)
+    out, payload, none = torch.empty_like(old), encode(old, new)[0], encode(old, old)[0]
     rows: dict[str, Callable[[], object]] = {
         "copy (torch)": lambda: out.copy_(old),
         "encode": lambda: encode(old, new, threads=1),

@@ -61,11 +61,4 @@ constexpr std::size_t kDeltaSlack = 16;
 constexpr std::size_t kDeltaList = kDeltaGranule + 64;
 constexpr std::size_t kDeltaRoom = (2 * (kDeltaClasses + 1) + 4) * kDeltaList;  // words of 32 bits
 
-// What a granule holds, for inspection: granules and classes by mode, and how many elements change.
-struct DeltaCounts {
-  std::uint64_t unchanged = 0, raw = 0, coded = 0;  // granules
-  std::uint64_t classes[4] = {};                    // of coded granules, by mode
-  std::uint64_t changed = 0;                        // elements; a raw granule counts all of its elements
-};
-
 }  // namespace dtcomm

@@ -128,16 +128,15 @@ struct LosslessKernels {
 // Granules of deltas of weights (codec/weight_delta.h), of at most kDeltaGranule elements. `room` has kDeltaRoom words.
 struct DeltaKernels {
   // Writes what turns `old` into `fresh` and returns its bytes: none if they are equal, at most delta_granule_bound.
-  // The kDeltaSlack bytes behind the bound are written, too.
+  // The kDeltaSlack bytes behind the bound are written, too. `changed` becomes the number of elements that differ.
   std::size_t (*encode)(WeightKind kind, const void* old, const void* fresh, std::size_t n, std::uint32_t* room,
-                        std::uint8_t* to);
-  // Returns nullptr, or what is wrong with a granule, or with `old`, if that is given. Adds to `counts`, if given.
-  // kDeltaPadding bytes behind the granule can be read.
-  const char* (*check)(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, const void* old,
-                       DeltaCounts* counts);
-  // Changes the weights in place. `check` has found nothing wrong with granule and weights.
-  void (*decode)(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, std::uint32_t* room,
-                 void* weights);
+                        std::uint8_t* to, std::size_t* changed);
+  // Returns nullptr, or what is wrong with a granule, or with `old`. kDeltaPadding bytes behind the granule can be
+  // read.
+  const char* (*check)(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, const void* old);
+  // Changes the weights in place. Returns what `check` returns for them; if that is an error, they may hold anything.
+  const char* (*decode)(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
+                        std::uint32_t* room, void* weights);
 };
 
 struct Kernels {

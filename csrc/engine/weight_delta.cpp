@@ -1,6 +1,7 @@
 #include "engine/weight_delta.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -70,10 +71,11 @@ DeltaWriter::DeltaWriter(WeightKind kind, std::size_t numel)
       index_(granules_of(numel) * kDeltaEntry),
       runs_(numel / kDeltaPiece + (numel % kDeltaPiece != 0)) {}
 
-void DeltaWriter::add(const Kernels& kernels, std::size_t first, std::size_t n, const void* old, const void* fresh,
-                      int threads) {
+std::size_t DeltaWriter::add(const Kernels& kernels, std::size_t first, std::size_t n, const void* old,
+                             const void* fresh, int threads) {
   check_piece(numel_, first, n);
   const std::size_t size = layout_of(kind_).size;
+  std::atomic<std::size_t> differing = 0;
   for_granules(threads, first, n, [&](std::size_t run) {
     runs_[run].clear();
     return [&, run, room = make_room(),
@@ -82,12 +84,15 @@ void DeltaWriter::add(const Kernels& kernels, std::size_t first, std::size_t n, 
                std::size_t g, std::size_t at, std::size_t count) {
       const auto* const from = static_cast<const std::uint8_t*>(old) + (at - first) * size;
       const auto* const to = static_cast<const std::uint8_t*>(fresh) + (at - first) * size;
-      const std::size_t bytes = kernels.delta.encode(kind_, from, to, count, room.get(), coded.get());
+      std::size_t changed = 0;
+      const std::size_t bytes = kernels.delta.encode(kind_, from, to, count, room.get(), coded.get(), &changed);
       put(index_.data() + g * kDeltaEntry, static_cast<std::uint32_t>(bytes));
       put(index_.data() + g * kDeltaEntry + 4, crc32c(coded.get(), bytes));
       runs_[run].insert(runs_[run].end(), coded.get(), coded.get() + bytes);
+      differing += changed;
     };
   });
+  return differing;
 }
 
 std::size_t DeltaWriter::bytes() const {
@@ -149,22 +154,35 @@ std::string DeltaReader::read_head(std::size_t bytes) {
   return zeros ? "" : "has a damaged end";
 }
 
-Status DeltaReader::check(const Kernels& kernels, std::size_t first, std::size_t n, const void* old,
-                          DeltaCounts* counts, int threads) const {
+Status DeltaReader::decode(const Kernels& kernels, std::size_t first, std::size_t n, const void* old, void* out,
+                           int threads, bool checked) const {
   check_piece(numel_, first, n);
+  if (out && out == old && !checked) {
+    const Status status = decode(kernels, first, n, old, nullptr, threads, false);
+    if (!status.ok()) return status;
+    checked = true;
+  }
   const std::size_t size = layout_of(kind_).size;
   const std::uint8_t* const index = payload_ + kDeltaHead;
   std::mutex mutex;
   std::size_t failed = SIZE_MAX;  // the first granule with an error
   const char* reason = nullptr;
-  for_granules(counts ? 1 : threads, first, n, [&](std::size_t run) {
-    return [&, granule = payload_ + runs_[run]](std::size_t g, std::size_t at, std::size_t count) mutable {
-      const std::size_t length = get<std::uint32_t>(index + g * kDeltaEntry);
-      const auto* const weights = old ? static_cast<const std::uint8_t*>(old) + (at - first) * size : nullptr;
-      const bool whole = crc32c(granule, length) == get<std::uint32_t>(index + g * kDeltaEntry + 4);
-      const char* error = "has a granule with another checksum than its index states";
-      if (whole) error = kernels.delta.check(kind_, granule, length, count, weights, counts);
-      if (error) {
+  for_granules(threads, first, n, [&](std::size_t run) {
+    return [&, room = out ? make_room() : Room(), granule = payload_ + runs_[run]](std::size_t g, std::size_t at,
+                                                                                   std::size_t count) mutable {
+      const std::size_t length = get<std::uint32_t>(index + g * kDeltaEntry), offset = (at - first) * size;
+      const auto* const from = static_cast<const std::uint8_t*>(old) + offset;
+      const char* error = nullptr;
+      if (!checked && crc32c(granule, length) != get<std::uint32_t>(index + g * kDeltaEntry + 4)) {
+        error = "has a granule with another checksum than its index states";
+      } else if (!out) {
+        error = kernels.delta.check(kind_, granule, length, count, from);
+      } else {
+        auto* const weights = static_cast<std::uint8_t*>(out) + offset;
+        if (out != old) std::memcpy(weights, from, count * size);
+        error = kernels.delta.decode(kind_, granule, length, count, room.get(), weights);
+      }
+      if (error && !checked) {
         const std::lock_guard<std::mutex> lock(mutex);
         if (g < failed) reason = error;
         failed = std::min(failed, g);
@@ -173,23 +191,6 @@ Status DeltaReader::check(const Kernels& kernels, std::size_t first, std::size_t
     };
   });
   return reason ? Status::error(reason + std::string(" (granule ") + std::to_string(failed) + ")") : Status();
-}
-
-void DeltaReader::decode(const Kernels& kernels, std::size_t first, std::size_t n, const void* old, void* out,
-                         int threads) const {
-  check_piece(numel_, first, n);
-  const std::size_t size = layout_of(kind_).size;
-  const std::uint8_t* const index = payload_ + kDeltaHead;
-  for_granules(threads, first, n, [&](std::size_t run) {
-    return [&, room = make_room(), granule = payload_ + runs_[run]](std::size_t g, std::size_t at,
-                                                                    std::size_t count) mutable {
-      const std::size_t length = get<std::uint32_t>(index + g * kDeltaEntry), offset = (at - first) * size;
-      auto* const weights = static_cast<std::uint8_t*>(out) + offset;
-      if (out != old) std::memcpy(weights, static_cast<const std::uint8_t*>(old) + offset, count * size);
-      kernels.delta.decode(kind_, granule, length, count, room.get(), weights);
-      granule += length;
-    };
-  });
 }
 
 }  // namespace dtcomm

@@ -19,8 +19,9 @@ class DeltaWriter {
  public:
   DeltaWriter(WeightKind kind, std::size_t numel);
   // Codes the elements from `first` on, a multiple of kDeltaPiece: kDeltaPiece of them or a multiple, or the last ones.
-  // Up to `threads` threads of the pool work on them.
-  void add(const Kernels& kernels, std::size_t first, std::size_t n, const void* old, const void* fresh, int threads);
+  // Up to `threads` threads of the pool work on them. Returns how many differ.
+  std::size_t add(const Kernels& kernels, std::size_t first, std::size_t n, const void* old, const void* fresh,
+                  int threads);
   // Bytes of the payload, after all elements were added.
   std::size_t bytes() const;
   void write(std::uint8_t* to) const;
@@ -41,12 +42,11 @@ class DeltaReader {
   const std::string& error() const { return error_; }
   WeightKind kind() const { return kind_; }
   std::size_t numel() const { return numel_; }
-  // Whether granules are whole and change weights like those at `old`, which may be null: then the payload alone is
-  // checked. Adds up what the granules hold, if `counts` is given.
-  Status check(const Kernels& kernels, std::size_t first, std::size_t n, const void* old, DeltaCounts* counts,
-               int threads) const;
-  // Writes the new weights to `out`, which may be `old`. They were checked with the same `old`.
-  void decode(const Kernels& kernels, std::size_t first, std::size_t n, const void* old, void* out, int threads) const;
+  // Checks granules against the weights at `old`, and writes the new weights to `out`, unless it is null. If there is
+  // an error, `old` has not changed, and other memory at `out` may hold anything. `checked`: they were checked before
+  // with the same weights, which are not checked again.
+  Status decode(const Kernels& kernels, std::size_t first, std::size_t n, const void* old, void* out, int threads,
+                bool checked) const;
 
  private:
   std::string read_head(std::size_t bytes);

@@ -21,61 +21,34 @@ WeightKind weight_kind_of(unsigned number) {
 
 void bind_weight_delta(py::module_& module) {
   py::class_<DeltaWriter>(module, "DeltaWriter")
-      .def(py::init([](unsigned kind, std::size_t numel) { return DeltaWriter(weight_kind_of(kind), numel); }),
-           py::arg("kind"), py::arg("numel"))
-      .def(
-          "add",
-          [](DeltaWriter& writer, const char* kernel, std::size_t first, std::size_t n, std::uintptr_t old,
-             std::uintptr_t fresh, int threads) {
-            const Kernels& kernels = kernels_of(kernel);
-            without_gil(
-                [&] { writer.add(kernels, first, n, pointer<const void>(old), pointer<const void>(fresh), threads); });
-          },
-          py::arg("kernel"), py::arg("first"), py::arg("n"), py::arg("old"), py::arg("fresh"), py::arg("threads"))
+      .def(py::init([](unsigned kind, std::size_t numel) { return DeltaWriter(weight_kind_of(kind), numel); }))
+      .def("add",
+           [](DeltaWriter& writer, const char* kernel, std::size_t first, std::size_t n, std::uintptr_t old,
+              std::uintptr_t fresh, int threads) {
+             const Kernels& kernels = kernels_of(kernel);
+             return without_gil([&] {
+               return writer.add(kernels, first, n, pointer<const void>(old), pointer<const void>(fresh), threads);
+             });
+           })
       .def_property_readonly("bytes", &DeltaWriter::bytes)
-      .def(
-          "write",
-          [](const DeltaWriter& writer, std::uintptr_t to) {
-            without_gil([&] { writer.write(pointer<std::uint8_t>(to)); });
-          },
-          py::arg("to"));
+      .def("write", [](const DeltaWriter& writer, std::uintptr_t to) {
+        without_gil([&] { writer.write(pointer<std::uint8_t>(to)); });
+      });
   py::class_<DeltaReader>(module, "DeltaReader")
       .def(py::init([](std::uintptr_t payload, std::size_t bytes) {
-             return DeltaReader(pointer<const std::uint8_t>(payload), bytes);
-           }),
-           py::arg("payload"), py::arg("bytes"))
+        return DeltaReader(pointer<const std::uint8_t>(payload), bytes);
+      }))
       .def_property_readonly("error", &DeltaReader::error)
       .def_property_readonly("kind", [](const DeltaReader& reader) { return static_cast<unsigned>(reader.kind()); })
       .def_property_readonly("numel", &DeltaReader::numel)
-      .def(
-          "check",
-          [](const DeltaReader& reader, const char* kernel, std::size_t first, std::size_t n, std::uintptr_t old,
-             int threads) {
-            const Kernels& kernels = kernels_of(kernel);
-            return without_gil(
-                [&] { return reader.check(kernels, first, n, pointer<const void>(old), nullptr, threads).message(); });
-          },
-          py::arg("kernel"), py::arg("first"), py::arg("n"), py::arg("old"), py::arg("threads"))
-      .def(
-          "decode",
-          [](const DeltaReader& reader, const char* kernel, std::size_t first, std::size_t n, std::uintptr_t old,
-             std::uintptr_t out, int threads) {
-            const Kernels& kernels = kernels_of(kernel);
-            without_gil(
-                [&] { reader.decode(kernels, first, n, pointer<const void>(old), pointer<void>(out), threads); });
-          },
-          py::arg("kernel"), py::arg("first"), py::arg("n"), py::arg("old"), py::arg("out"), py::arg("threads"))
-      .def(
-          "counts",
-          [](const DeltaReader& reader, const char* kernel) {
-            DeltaCounts counts;
-            const Kernels& kernels = kernels_of(kernel);
-            const Status status =
-                without_gil([&] { return reader.check(kernels, 0, reader.numel(), nullptr, &counts, 1); });
-            return py::make_tuple(status.message(), counts.changed, counts.unchanged, counts.raw, counts.coded,
-                                  counts.classes[0], counts.classes[1], counts.classes[2], counts.classes[3]);
-          },
-          py::arg("kernel"));
+      .def("decode", [](const DeltaReader& reader, const char* kernel, std::size_t first, std::size_t n,
+                        std::uintptr_t old, std::uintptr_t out, int threads, bool checked) {
+        const Kernels& kernels = kernels_of(kernel);
+        return without_gil([&] {
+          return reader.decode(kernels, first, n, pointer<const void>(old), pointer<void>(out), threads, checked)
+              .message();
+        });
+      });
 }
 
 }  // namespace dtcomm::python

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "codec/layout.h"
 #include "codec/validate.h"
@@ -165,6 +167,27 @@ inline void make_floats(Random& random, const Case& at, std::uint8_t* to) {
       std::memcpy(to + 2 * i, &half, 2);
     }
   }
+}
+
+// Weights, and others of which some elements differ by some units, or are random: bytes of n elements each.
+inline std::pair<std::vector<std::uint8_t>, std::vector<std::uint8_t>> versions_of_weights(Random& random,
+                                                                                           std::size_t n,
+                                                                                           std::size_t size) {
+  std::vector<std::uint8_t> old(n * size);
+  fill(random, old.data(), old.size());
+  if (random.one_in(2)) {  // few exponents
+    for (std::size_t i = size - 1; i < old.size(); i += size) old[i] = static_cast<std::uint8_t>(0x3c - (old[i] & 3));
+  }
+  std::vector<std::uint8_t> fresh = old;
+  const std::size_t changes = n == 0 ? 0 : random.one_in(4) ? random.below(n + 1) : random.below(n / 20 + 2);
+  for (std::size_t i = 0; i < changes; ++i) {
+    std::uint8_t* const element = fresh.data() + random.below(n) * size;
+    std::uint32_t value = 0;
+    std::memcpy(&value, element, size);
+    value += random.one_in(8) ? static_cast<std::uint32_t>(random.next()) : random.one_in(2) ? 1u : ~0u;
+    std::memcpy(element, &value, size);
+  }
+  return {old, fresh};
 }
 
 }  // namespace dtcomm::tests

@@ -26,19 +26,6 @@ using Bytes = std::vector<std::uint8_t>;
   std::exit(1);
 }
 
-// Changes some elements by some units, or bytes at random.
-void change(Random& random, unsigned size, Bytes& weights) {
-  const std::size_t n = weights.size() / size;
-  const std::size_t changes = random.one_in(4) ? random.below(n + 1) : random.below(n / 20 + 2);
-  for (std::size_t i = 0; i < changes; ++i) {
-    std::uint8_t* const element = weights.data() + random.below(n) * size;
-    std::uint32_t value = 0;
-    std::memcpy(&value, element, size);
-    value += random.one_in(8) ? static_cast<std::uint32_t>(random.next()) : random.one_in(2) ? 1u : ~0u;
-    std::memcpy(element, &value, size);
-  }
-}
-
 void damage(Random& random, Bytes& granule) {
   if (random.one_in(16)) fill(random, granule.data(), granule.size());
   if (random.one_in(8)) granule.resize(random.below(granule.size() + 1));
@@ -53,10 +40,7 @@ bool fuzz_payload(Random& random, std::size_t at, const std::vector<const Kernel
   const auto kind = static_cast<WeightKind>(random.below(kWeightKinds));
   const unsigned size = layout_of(kind).size;
   const std::size_t n = random.one_in(64) ? kDeltaGranule + random.below(300) : random.below(300);
-  Bytes old(n * size);
-  fill(random, old.data(), old.size());
-  Bytes fresh = old;
-  if (n > 0) change(random, size, fresh);
+  const auto [old, fresh] = versions_of_weights(random, n, size);
   DeltaWriter writer(kind, n);
   writer.add(*tables.front(), 0, n, old.data(), fresh.data(), 1);
   Bytes payload(writer.bytes());
@@ -69,15 +53,15 @@ bool fuzz_payload(Random& random, std::size_t at, const std::vector<const Kernel
   bool refused = !reader.error().empty() || reader.kind() != kind || reader.numel() != n;
   if (whole && refused) fail(at, "payload", "an undamaged payload is refused");
   if (refused) return true;
-  refused = !reader.check(*tables.front(), 0, n, old.data(), nullptr, 1).message().empty();
+  refused = !reader.decode(*tables.front(), 0, n, old.data(), nullptr, 1, false).message().empty();
   for (const Kernels* kernels : tables) {
-    if (refused == reader.check(*kernels, 0, n, old.data(), nullptr, 1).message().empty()) {
+    Bytes result = old, other(old.size());
+    if (refused == reader.decode(*kernels, 0, n, old.data(), other.data(), 1, false).message().empty() ||
+        refused == reader.decode(*kernels, 0, n, result.data(), result.data(), 1, false).message().empty()) {
       fail(at, kernels->name, "kernels differ on a damaged payload");
     }
-    if (refused) continue;
-    Bytes result = old;
-    reader.decode(*kernels, 0, n, result.data(), result.data(), 1);
-    if (result != fresh) fail(at, kernels->name, "a payload gives other weights");
+    if (refused && result != old) fail(at, kernels->name, "a refused payload changed weights");
+    if (!refused && (result != fresh || other != fresh)) fail(at, kernels->name, "a payload gives other weights");
   }
   if (whole && refused) fail(at, "payload", "an undamaged granule is refused");
   return refused;
@@ -100,13 +84,7 @@ int main(int count, char** arguments) {
     const unsigned size = layout_of(kind).size;
     const std::size_t n = random.one_in(64) ? kDeltaGranule - random.below(70) : 1 + random.below(700);
     const bool end = random.one_in(2);
-    Bytes old(n * size);
-    fill(random, old.data(), old.size());
-    if (random.one_in(2)) {  // few exponents
-      for (std::size_t i = size - 1; i < old.size(); i += size) old[i] = static_cast<std::uint8_t>(0x3c - (old[i] & 3));
-    }
-    Bytes fresh = old;
-    change(random, size, fresh);
+    const auto [old, fresh] = versions_of_weights(random, n, size);
     Bytes granule;
     const std::size_t bound = delta_granule_bound(n, size) + kDeltaSlack;
     for (const Kernels* kernels : tables) {
@@ -115,7 +93,10 @@ int main(int count, char** arguments) {
       std::uint8_t* const to = news.place(fresh.size(), end);
       std::memcpy(to, fresh.data(), fresh.size());
       std::uint8_t* const coded = wire.place(bound, end);
-      const std::size_t bytes = kernels->delta.encode(kind, from, to, n, room.get(), coded);
+      std::size_t changed = 0, differing = 0;
+      const std::size_t bytes = kernels->delta.encode(kind, from, to, n, room.get(), coded, &changed);
+      for (std::size_t i = 0; i < n; ++i) differing += std::memcmp(from + i * size, to + i * size, size) != 0;
+      if (changed != differing) fail(at, kernels->name, "encode counts other changes");
       if (bytes > bound - kDeltaSlack || !wire.intact()) fail(at, kernels->name, "encode wrote beside its granule");
       const Bytes own(coded, coded + bytes);
       if (kernels != tables.front() && own != granule) fail(at, kernels->name, "encode gives other bytes");
@@ -130,17 +111,18 @@ int main(int count, char** arguments) {
       if (!granule.empty()) std::memcpy(from, granule.data(), granule.size());
       std::memset(from + granule.size(), random.one_in(2) ? 0 : 0xff, kDeltaPadding);
       std::uint8_t* const weights = olds.place(old.size(), end);
-      // A granule that was checked without weights may meet any: it changes these, and touches nothing else.
-      if (!kernels->delta.check(kind, from, granule.size(), n, nullptr, nullptr)) {
-        std::memcpy(weights, fresh.data(), fresh.size());
-        kernels->delta.decode(kind, from, granule.size(), n, room.get(), weights);
-      }
+      // A granule may meet any weights: it changes these, and touches nothing else.
+      std::memcpy(weights, fresh.data(), fresh.size());
+      kernels->delta.decode(kind, from, granule.size(), n, room.get(), weights);
       std::memcpy(weights, old.data(), old.size());
-      const bool refusal = kernels->delta.check(kind, from, granule.size(), n, weights, nullptr) != nullptr;
-      if (!refusal) kernels->delta.decode(kind, from, granule.size(), n, room.get(), weights);
+      const bool refusal = kernels->delta.check(kind, from, granule.size(), n, weights) != nullptr;
+      const Bytes kept(weights, weights + old.size());
+      if (kept != old) fail(at, kernels->name, "check changed weights");
+      if (refusal != (kernels->delta.decode(kind, from, granule.size(), n, room.get(), weights) != nullptr)) {
+        fail(at, kernels->name, "check and decode differ");
+      }
       if (!olds.intact() || !wire.intact()) fail(at, kernels->name, "decode wrote beside the weights");
-      const Bytes result(weights, weights + old.size());
-      if (refusal && result != old) fail(at, kernels->name, "a refused granule changed weights");
+      const Bytes result(weights, weights + (refusal ? 0 : old.size()));
       if (whole && result != fresh) fail(at, kernels->name, "a bit is wrong");
       if (kernels == tables.front()) {
         expected_refusal = refusal;

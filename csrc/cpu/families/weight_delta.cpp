@@ -214,52 +214,33 @@ struct Split {
   unsigned count() const {
     return Usual ? kUsualClasses : classes;
   }
-  // Elements whose magnitude is below are of class j or of one behind it.
-  std::uint32_t limit(unsigned j) const { return top + 1 > j ? (top + 1 - j) << mantissa_bits : 0; }
-  template <class T>
-  unsigned class_of(T element) const {
-    const unsigned exponent = (element & kMagnitude<T>) >> mantissa_bits;
-    const unsigned j = exponent >= top ? 0 : top - exponent;
-    return j < classes ? j : classes - 1;
-  }
 };
 
-// The classes of 64 elements: bit i of from[j] says that element i is of class j or of one behind it.
-template <bool Usual>
-struct ClassBits {
-  std::uint64_t from[kDeltaClasses + 1];
+// The classes of 64 elements.
+struct Classes {
+  Bytes numbers;
+  std::uint64_t exist;
+  std::uint8_t of[kBlock];
 
   template <class T>
-  ClassBits(const Split& split, const Block<T>& block, std::uint64_t exist) {
-    const Block<T> magnitudes = block & kMagnitude<T>;
-    from[0] = exist;
-    for (unsigned j = 1; j < split.template count<Usual>(); ++j) {
-      from[j] = magnitudes.below(static_cast<T>(split.limit(j))) & exist;
-    }
-    from[split.template count<Usual>()] = 0;
+  Classes(const Split& split, const T* elements, std::uint64_t existing)
+      : numbers(distances<T>(elements, kMagnitude<T>, split.mantissa_bits, split.top, split.classes - 1)),
+        exist(existing) {
+    numbers.store(of);
   }
-  std::uint64_t of(unsigned j) const { return from[j] & ~from[j + 1]; }
+  // The bits of the elements of a class.
+  std::uint64_t bits(unsigned j) const { return numbers.equal(static_cast<std::uint8_t>(j)) & exist; }
 };
 
-// Calls function(first element, block, bits of the elements that exist) for each 64 elements.
+// Calls function(first element, classes) for each 64 elements.
 template <class T, class Function>
-inline void for_blocks(const T* elements, std::size_t n, const Function& function) {
+inline void for_blocks(const Split& split, const T* elements, std::size_t n, const Function& function) {
   std::size_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) function(i, Block<T>(elements + i), ~std::uint64_t{0});
+  for (; i + kBlock <= n; i += kBlock) function(i, Classes(split, elements + i, ~std::uint64_t{0}));
   if (i == n) return;
   T last[kBlock] = {};
   __builtin_memcpy(last, elements + i, (n - i) * sizeof(T));
-  function(i, Block<T>(last), (std::uint64_t{1} << (n - i)) - 1);
-}
-
-template <bool Usual, class T>
-inline void class_sizes(const Split& split, const T* old, std::size_t n, std::size_t* sizes) {
-  std::size_t from[kDeltaClasses + 1] = {};
-  for_blocks(old, n, [&](std::size_t, const Block<T>& block, std::uint64_t exist) {
-    const ClassBits<Usual> bits(split, block, exist);
-    for (unsigned j = 0; j < split.template count<Usual>(); ++j) from[j] += count_bits(bits.from[j]);
-  });
-  for (unsigned j = 0; j < split.template count<Usual>(); ++j) sizes[j] = from[j] - from[j + 1];
+  function(i, Classes(split, last, (std::uint64_t{1} << (n - i)) - 1));
 }
 
 // The changed elements of a class: their ranks in the class, in order, and new - old, with the sign in all bits above.
@@ -398,19 +379,19 @@ inline unsigned top_exponent(const T* old, std::size_t n, unsigned mantissa_bits
 
 template <class T>
 inline std::size_t encode_granule(unsigned mantissa_bits, const T* old, const T* fresh, std::size_t n,
-                                  std::uint32_t* room, std::uint8_t* to) {
+                                  std::uint32_t* room, std::uint8_t* to, std::size_t* changed) {
   constexpr unsigned kBits = 8 * sizeof(T);
   List changes(room, kDeltaClasses);
   changes.size = n;
   for (std::size_t i = 0; i < n; i += kBlock) {
     std::uint64_t differ;
     if (i + kBlock <= n) {
-      differ = Block<T>(old + i).differs(Block<T>(fresh + i));
+      differ = differing(old + i, fresh + i);
     } else {
       T last[2][kBlock] = {};
       __builtin_memcpy(last[0], old + i, (n - i) * sizeof(T));
       __builtin_memcpy(last[1], fresh + i, (n - i) * sizeof(T));
-      differ = Block<T>(last[0]).differs(Block<T>(last[1]));
+      differ = differing(last[0], last[1]);
     }
     for (; differ != 0; differ &= differ - 1) {
       const std::size_t at = i + lowest_bit(differ);
@@ -418,6 +399,7 @@ inline std::size_t encode_granule(unsigned mantissa_bits, const T* old, const T*
                   step_between(unaligned<T>(old)[at].value, unaligned<T>(fresh)[at].value));
     }
   }
+  *changed = changes.count;
   if (changes.count == 0) return 0;
 
   Split split{1, 0, mantissa_bits};
@@ -426,19 +408,17 @@ inline std::size_t encode_granule(unsigned mantissa_bits, const T* old, const T*
     split = {kUsualClasses, top_exponent(old, n, mantissa_bits), mantissa_bits};
     for (unsigned j = 0; j < kUsualClasses; ++j) lists[j] = List(room, j);
     changes.ranks[changes.count] = UINT32_MAX;
-    std::size_t next = 0, from[kUsualClasses + 1] = {};  // elements of class j or behind it so far
-    for_blocks(old, n, [&](std::size_t i, const Block<T>& block, std::uint64_t exist) {
-      const ClassBits<true> bits(split, block, exist);
+    std::size_t next = 0;
+    for_blocks(split, old, n, [&](std::size_t i, const Classes& classes) {
       for (; changes.ranks[next] < i + kBlock; ++next) {
         const std::uint32_t place = changes.ranks[next] - static_cast<std::uint32_t>(i);
-        const unsigned j = split.class_of(unaligned<T>(old)[changes.ranks[next]].value);
+        const unsigned j = classes.of[place];
         const std::uint64_t before = (std::uint64_t{1} << place) - 1;
-        lists[j].add(static_cast<std::uint32_t>(from[j] - from[j + 1] + count_bits(bits.of(j) & before)),
+        lists[j].add(static_cast<std::uint32_t>(lists[j].size + count_bits(classes.bits(j) & before)),
                      changes.steps[next]);
       }
-      for (unsigned j = 0; j < kUsualClasses; ++j) from[j] += count_bits(bits.from[j]);
+      for (unsigned j = 0; j < kUsualClasses; ++j) lists[j].size += count_bits(classes.bits(j));
     });
-    for (unsigned j = 0; j < kUsualClasses; ++j) lists[j].size = from[j] - from[j + 1];
   }
 
   std::uint32_t* const scratch = room + 2 * (kDeltaClasses + 1) * kDeltaList;
@@ -550,129 +530,122 @@ struct ClassAt {
   }
 };
 
-// The head of a coded granule. nullptr, or what is wrong with it.
-inline const char* parse_head(const std::uint8_t* granule, std::size_t bytes, unsigned mantissa_bits, Reader& from,
-                              Split& split) {
-  split = {granule[0], 0, mantissa_bits};
-  if (split.classes > kDeltaClasses) return "has a granule with too many classes";
-  if (split.classes > 1 && mantissa_bits == 0) return "has classes of elements without exponents";
-  if (split.classes > 1 && bytes < 2) return "ends within the head of a granule";
-  if (split.classes > 1) split.top = granule[1];
-  if (split.classes > 1 && split.top > 0xffu) return "has an impossible exponent";
-  from = {granule, split.classes > 1 ? 16u : 8u, std::uint64_t{bytes} * 8};
-  return nullptr;
-}
-
+// The classes of a coded granule, and what changes in them.
 template <class T>
-inline const char* check_granule(unsigned mantissa_bits, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
-                                 const T* old, DeltaCounts* counts) {
-  if (bytes == 0) {
-    if (counts) ++counts->unchanged;
+struct Coded {
+  Split split{};
+  ClassAt classes[kDeltaClasses];
+  std::size_t sizes[kDeltaClasses] = {};  // elements of each class
+
+  // nullptr, or what is wrong with a granule of n elements.
+  const char* parse(unsigned mantissa_bits, const std::uint8_t* granule, std::size_t bytes, std::size_t n) {
+    split = {granule[0], 0, mantissa_bits};
+    if (split.classes > kDeltaClasses) return "has a granule with too many classes";
+    if (split.classes > 1) {
+      if (mantissa_bits == 0) return "has classes of elements without exponents";
+      if (bytes < 2) return "ends within the head of a granule";
+      split.top = granule[1];
+      if (split.top << mantissa_bits > kMagnitude<T>) return "has an impossible exponent";
+    }
+    Reader from{granule, split.classes > 1 ? 16u : 8u, std::uint64_t{bytes} * 8};
+    for (unsigned j = 0; j < split.classes; ++j) {
+      if (const char* error = classes[j].parse(from, 8 * sizeof(T), n)) return error;
+    }
+    if ((from.at + 7) / 8 != bytes) return "has bytes behind the last class of a granule";
+    if ((from.at & 7) != 0 && granule[bytes - 1] >> (from.at & 7) != 0) return "has bits behind the last class";
     return nullptr;
   }
-  if (granule[0] == 0) {
-    if (counts) ++counts->raw;
-    if (counts) counts->changed += n;
-    return bytes == 1 + n * sizeof(T) ? nullptr : "has a granule of another length than its elements";
-  }
-  Reader from{};
-  Split split{};
-  if (const char* error = parse_head(granule, bytes, mantissa_bits, from, split)) return error;
-  if ((split.top << mantissa_bits) > kMagnitude<T>) return "has an impossible exponent";
-  if (counts) ++counts->coded;
-  ClassAt classes[kDeltaClasses];
-  for (unsigned j = 0; j < split.classes; ++j) {
-    if (const char* error = classes[j].parse(from, 8 * sizeof(T), n)) return error;
-    if (!counts) continue;
-    ++counts->classes[static_cast<unsigned>(classes[j].mode)];
-    counts->changed += classes[j].count;
-  }
-  if ((from.at + 7) / 8 != bytes) return "has bytes behind the last class of a granule";
-  if ((from.at & 7) != 0 && granule[bytes - 1] >> (from.at & 7) != 0) return "has bits behind the last class";
-  if (split.classes > 1 && !old) return nullptr;
-  std::size_t sizes[kDeltaClasses] = {n};
-  if (split.classes == kUsualClasses) {
-    class_sizes<true>(split, old, n, sizes);
-  } else if (split.classes > 1) {
-    class_sizes<false>(split, old, n, sizes);
-  }
-  for (unsigned j = 0; j < split.classes; ++j) {
-    const bool fits = classes[j].mode == DeltaMode::dense ? classes[j].reach == sizes[j] : classes[j].reach <= sizes[j];
-    if (!fits) return "was made from other weights than `old`, or is damaged";
-  }
-  return nullptr;
-}
 
-// What changes in the classes of a granule.
-struct Changes {
-  std::uint64_t* bits[kDeltaClasses];
-  std::uint32_t* steps[kDeltaClasses];
-};
+  template <bool Usual>
+  void count(const T* old, std::size_t n) {
+    if (split.classes == 1) {
+      sizes[0] = n;
+      return;
+    }
+    for_blocks(split, old, n, [&](std::size_t, const Classes& block) {
+      for (unsigned j = 0; j < split.template count<Usual>(); ++j) sizes[j] += count_bits(block.bits(j));
+    });
+  }
 
-template <bool Usual, class T>
-inline void apply_changes(const Split& split, Changes& changes, std::size_t n, T* weights) {
-  auto* const elements = unaligned<T>(weights);
-  if (split.classes == 1) {
-    const std::uint32_t* step = changes.steps[0];
-    for (std::size_t i = 0; i < n; i += kBlock) {
-      std::uint64_t places = changes.bits[0][i / 64];
-      if (n - i < kBlock) places &= (std::uint64_t{1} << (n - i)) - 1;
-      for (; places != 0; places &= places - 1, ++step) {
-        auto& element = elements[i + lowest_bit(places)];
-        element.value = static_cast<T>(element.value + *step);
+  // nullptr, or what is wrong with the sizes of the classes.
+  const char* fit() const {
+    for (unsigned j = 0; j < split.classes; ++j) {
+      const bool exact = classes[j].mode == DeltaMode::dense;
+      if (exact ? classes[j].reach != sizes[j] : classes[j].reach > sizes[j]) {
+        return "was made from other weights than `old`, or is damaged";
       }
     }
-    return;
+    return nullptr;
   }
-  std::size_t passed[kDeltaClasses] = {};  // elements of each class so far
-  for_blocks(weights, n, [&](std::size_t i, const Block<T>& block, std::uint64_t exist) {
-    const ClassBits<Usual> bits(split, block, exist);
-    std::uint64_t places = 0;
+
+  // Changes the weights, and counts the elements of each class. Whatever they are, no other memory is written.
+  template <bool Usual>
+  void apply(const std::uint8_t* granule, std::size_t n, std::uint32_t* room, T* weights) {
+    std::uint64_t* bits[kDeltaClasses];
+    const std::uint32_t* steps[kDeltaClasses];
     for (unsigned j = 0; j < split.template count<Usual>(); ++j) {
-      const std::uint64_t own = bits.of(j);
-      const unsigned count = count_bits(own);
-      const auto* const from = reinterpret_cast<const std::uint8_t*>(changes.bits[j]);
-      // Eight bytes have 57 bits from any bit of the first byte on; few blocks have more elements of one class.
-      std::uint64_t changed = unaligned<std::uint64_t>(from + (passed[j] >> 3))->value >> (passed[j] & 7);
-      if (count > 57) changed = peek(from, passed[j]);
-      places |= deposit_bits(changed, own);
-      passed[j] += count;
+      bits[j] = reinterpret_cast<std::uint64_t*>(room + 2 * j * kDeltaList);
+      std::uint32_t* const own = room + (2 * j + 1) * kDeltaList;
+      classes[j].read(granule, 8 * sizeof(T), n, room + 2 * (kDeltaClasses + 1) * kDeltaList, bits[j], own);
+      steps[j] = own;
     }
-    for (; places != 0; places &= places - 1) {
-      auto& element = elements[i + lowest_bit(places)];
-      element.value = static_cast<T>(element.value + *changes.steps[split.class_of(element.value)]++);
+    auto* const elements = unaligned<T>(weights);
+    if (split.classes == 1) {
+      sizes[0] = n;
+      for (std::size_t i = 0; i < n; i += kBlock) {
+        std::uint64_t places = bits[0][i / 64];
+        if (n - i < kBlock) places &= (std::uint64_t{1} << (n - i)) - 1;
+        for (; places != 0; places &= places - 1) {
+          auto& element = elements[i + lowest_bit(places)];
+          element.value = static_cast<T>(element.value + *steps[0]++);
+        }
+      }
+      return;
     }
-  });
-}
+    for_blocks(split, weights, n, [&](std::size_t i, const Classes& block) {
+      std::uint64_t places = 0;
+      for (unsigned j = 0; j < split.template count<Usual>(); ++j) {
+        const std::uint64_t own = block.bits(j);
+        const unsigned count = count_bits(own);
+        const auto* const from = reinterpret_cast<const std::uint8_t*>(bits[j]);
+        // Eight bytes have 57 bits from any bit of the first byte on; few blocks have more elements of one class.
+        std::uint64_t changed = unaligned<std::uint64_t>(from + (sizes[j] >> 3))->value >> (sizes[j] & 7);
+        if (count > 57) changed = peek(from, sizes[j]);
+        places |= deposit_bits(changed, own);
+        sizes[j] += count;
+      }
+      for (; places != 0; places &= places - 1) {
+        const unsigned at = lowest_bit(places);
+        auto& element = elements[i + at];
+        element.value = static_cast<T>(element.value + *steps[block.of[at]]++);
+      }
+    });
+  }
+};
 
+// Checks a granule, and changes the weights unless `room` is null.
 template <class T>
-inline void decode_granule(unsigned mantissa_bits, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
-                           std::uint32_t* room, T* weights) {
-  if (bytes == 0) return;
+inline const char* decode_granule(unsigned mantissa_bits, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
+                                  std::uint32_t* room, const T* old, T* weights) {
+  if (bytes == 0) return nullptr;
   if (granule[0] == 0) {
-    __builtin_memcpy(weights, granule + 1, n * sizeof(T));
-    return;
+    if (bytes != 1 + n * sizeof(T)) return "has a granule of another length than its elements";
+    if (room) __builtin_memcpy(weights, granule + 1, n * sizeof(T));
+    return nullptr;
   }
-  Reader from{};
-  Split split{};
-  if (parse_head(granule, bytes, mantissa_bits, from, split)) return;
-  std::uint32_t* const scratch = room + 2 * (kDeltaClasses + 1) * kDeltaList;
-  Changes changes;
-  for (unsigned j = 0; j < split.classes; ++j) {
-    ClassAt at{};
-    if (at.parse(from, 8 * sizeof(T), n)) return;
-    changes.bits[j] = reinterpret_cast<std::uint64_t*>(room + 2 * j * kDeltaList);
-    changes.steps[j] = room + (2 * j + 1) * kDeltaList;
-    at.read(granule, 8 * sizeof(T), n, scratch, changes.bits[j], changes.steps[j]);
-  }
-  if (split.classes == kUsualClasses) {
-    apply_changes<true>(split, changes, n, weights);
+  Coded<T> coded;
+  if (const char* error = coded.parse(mantissa_bits, granule, bytes, n)) return error;
+  const bool usual = coded.split.classes == kUsualClasses;
+  if (room) {
+    usual ? coded.template apply<true>(granule, n, room, weights)
+          : coded.template apply<false>(granule, n, room, weights);
   } else {
-    apply_changes<false>(split, changes, n, weights);
+    usual ? coded.template count<true>(old, n) : coded.template count<false>(old, n);
   }
+  return coded.fit();
 }
 
-// Calls function(a null pointer to the type of integers that elements are read as).
+// Calls function(a null pointer to the type of integers that elements are read as, bits of the mantissa).
 template <class Function>
 inline auto with_type(WeightKind kind, const Function& function) {
   const WeightLayout layout = layout_of(kind);
@@ -684,26 +657,26 @@ inline auto with_type(WeightKind kind, const Function& function) {
 }  // namespace
 
 std::size_t encode_delta(WeightKind kind, const void* old, const void* fresh, std::size_t n, std::uint32_t* room,
-                         std::uint8_t* to) {
-  return with_type(kind, [&]([[maybe_unused]] auto* type, unsigned mantissa_bits) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    return encode_granule(mantissa_bits, static_cast<const T*>(old), static_cast<const T*>(fresh), n, room, to);
+                         std::uint8_t* to, std::size_t* changed) {
+  return with_type(kind, [&](auto* type, unsigned mantissa_bits) {
+    using T = const std::remove_pointer_t<decltype(type)>;
+    return encode_granule(mantissa_bits, static_cast<T*>(old), static_cast<T*>(fresh), n, room, to, changed);
   });
 }
 
-const char* check_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, const void* old,
-                        DeltaCounts* counts) {
-  return with_type(kind, [&]([[maybe_unused]] auto* type, unsigned mantissa_bits) {
+const char* check_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
+                        const void* old) {
+  return with_type(kind, [&](auto* type, unsigned mantissa_bits) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return check_granule(mantissa_bits, granule, bytes, n, static_cast<const T*>(old), counts);
+    return decode_granule<T>(mantissa_bits, granule, bytes, n, nullptr, static_cast<const T*>(old), nullptr);
   });
 }
 
-void decode_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, std::uint32_t* room,
-                  void* weights) {
-  with_type(kind, [&]([[maybe_unused]] auto* type, unsigned mantissa_bits) {
+const char* decode_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
+                         std::uint32_t* room, void* weights) {
+  return with_type(kind, [&](auto* type, unsigned mantissa_bits) {
     using T = std::remove_pointer_t<decltype(type)>;
-    decode_granule(mantissa_bits, granule, bytes, n, room, static_cast<T*>(weights));
+    return decode_granule<T>(mantissa_bits, granule, bytes, n, room, nullptr, static_cast<T*>(weights));
   });
 }
 

@@ -1,4 +1,4 @@
-// Comparisons of 64 elements at a time, whose results are the bits of a word, and the bit planes of 64 integers.
+// Comparisons of 64 elements or bytes at a time, whose results are the bits of a word, and bit planes of 64 integers.
 #pragma once
 
 #include "cpu/source/stores.h"
@@ -43,161 +43,115 @@ inline std::uint64_t deposit_bits(std::uint64_t bits, std::uint64_t mask) {
 #endif
 }
 
+// Bit i says whether byte i of 64 has the same value at both places.
+inline std::uint64_t equal_bytes(const std::uint8_t* a, const std::uint8_t* b) {
 #if defined(__AVX512F__)
-
-template <class T>
-struct Block {
-  static constexpr std::size_t kParts = sizeof(T);
-  __m512i part[kParts];
-
-  explicit Block(const T* from) {
-    for (std::size_t i = 0; i < kParts; ++i) part[i] = _mm512_loadu_si512(from + i * (kBlock / kParts));
-  }
-  Block operator&(T mask) const {
-    Block masked = *this;
-    const __m512i bits = sizeof(T) == 1   ? _mm512_set1_epi8(static_cast<char>(mask))
-                         : sizeof(T) == 2 ? _mm512_set1_epi16(static_cast<short>(mask))
-                                          : _mm512_set1_epi32(static_cast<int>(mask));
-    for (auto& value : masked.part) value = _mm512_and_si512(value, bits);
-    return masked;
-  }
-  // The bits of the elements that differ.
-  std::uint64_t differs(const Block& other) const {
-    if constexpr (sizeof(T) == 1) return _mm512_cmpneq_epi8_mask(part[0], other.part[0]);
-    if constexpr (sizeof(T) == 2) {
-      return _mm512_cmpneq_epi16_mask(part[0], other.part[0]) |
-             std::uint64_t{_mm512_cmpneq_epi16_mask(part[1], other.part[1])} << 32;
-    }
-    if constexpr (sizeof(T) == 4) {
-      std::uint64_t word = 0;
-      for (std::size_t i = 0; i < kParts; ++i) {
-        word |= std::uint64_t{mask_bits(_mm512_cmpneq_epi32_mask(part[i], other.part[i]))} << (16 * i);
-      }
-      return word;
-    }
-  }
-  // The bits of the elements below `limit`.
-  std::uint64_t below(T limit) const {
-    if constexpr (sizeof(T) == 1) return _mm512_cmplt_epu8_mask(part[0], _mm512_set1_epi8(static_cast<char>(limit)));
-    if constexpr (sizeof(T) == 2) {
-      const __m512i limits = _mm512_set1_epi16(static_cast<short>(limit));
-      return _mm512_cmplt_epu16_mask(part[0], limits) | std::uint64_t{_mm512_cmplt_epu16_mask(part[1], limits)} << 32;
-    }
-    if constexpr (sizeof(T) == 4) {
-      const __m512i limits = _mm512_set1_epi32(static_cast<int>(limit));
-      std::uint64_t word = 0;
-      for (std::size_t i = 0; i < kParts; ++i) {
-        word |= std::uint64_t{mask_bits(_mm512_cmplt_epu32_mask(part[i], limits))} << (16 * i);
-      }
-      return word;
-    }
-  }
-};
-
+  return _mm512_cmpeq_epi8_mask(_mm512_loadu_si512(a), _mm512_loadu_si512(b));
 #elif defined(__AVX2__)
+  const auto half = [&](std::size_t at) {
+    const __m256i one = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + at));
+    const __m256i other = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + at));
+    return std::uint64_t{static_cast<std::uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(one, other)))};
+  };
+  return half(0) | half(32) << 32;
+#elif defined(DTCOMM_NEON)
+  const uint8x16_t places = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+  const auto part = [&](std::size_t i) {
+    return vandq_u8(vceqq_u8(vld1q_u8(a + 16 * i), vld1q_u8(b + 16 * i)), places);
+  };
+  const uint8x16_t halves = vpaddq_u8(vpaddq_u8(part(0), part(1)), vpaddq_u8(part(2), part(3)));
+  return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(halves, halves)), 0);
+#else
+  constexpr std::uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
+  std::uint64_t word = 0;
+  for (std::size_t i = 0; i < kBlock; i += 8) {
+    const std::uint64_t differ = unaligned<std::uint64_t>(a + i)->value ^ unaligned<std::uint64_t>(b + i)->value;
+    const std::uint64_t equal = ~(((differ & kLow) + kLow) | differ | kLow);  // the highest bit of each equal byte
+    word |= (equal >> 7) * 0x0102040810204080 >> 56 << i;
+  }
+  return word;
+#endif
+}
 
+// The lowest bits of pairs of bits, side by side.
+inline std::uint64_t every_second_bit(std::uint64_t word) {
+#if defined(__BMI2__)
+  return _pext_u64(word, 0x5555555555555555);
+#else
+  word &= 0x5555555555555555;
+  word = (word | word >> 1) & 0x3333333333333333;
+  word = (word | word >> 2) & 0x0f0f0f0f0f0f0f0f;
+  word = (word | word >> 4) & 0x00ff00ff00ff00ff;
+  word = (word | word >> 8) & 0x0000ffff0000ffff;
+  return (word | word >> 16) & 0x00000000ffffffff;
+#endif
+}
+
+// Bit i says whether element i of 64 differs.
 template <class T>
-struct Block {
-  static constexpr std::size_t kParts = 2 * sizeof(T);
-  __m256i part[kParts];
+inline std::uint64_t differing(const T* a, const T* b) {
+  std::uint64_t word = 0;
+  for (std::size_t part = 0; part < sizeof(T); ++part) {
+    const std::size_t at = part * kBlock;
+    std::uint64_t bytes =
+        ~equal_bytes(reinterpret_cast<const std::uint8_t*>(a) + at, reinterpret_cast<const std::uint8_t*>(b) + at);
+    if (sizeof(T) >= 2) bytes = every_second_bit(bytes | bytes >> 1);
+    if (sizeof(T) == 4) bytes = every_second_bit(bytes | bytes >> 1);
+    word |= bytes << at / sizeof(T);
+  }
+  return word;
+}
 
-  explicit Block(const T* from) {
-    for (std::size_t i = 0; i < kParts; ++i) {
-      part[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * (kBlock / kParts)));
-    }
-  }
-  static __m256i all(T value) {
-    return sizeof(T) == 1   ? _mm256_set1_epi8(static_cast<char>(value))
-           : sizeof(T) == 2 ? _mm256_set1_epi16(static_cast<short>(value))
-                            : _mm256_set1_epi32(static_cast<int>(value));
-  }
-  Block operator&(T mask) const {
-    Block masked = *this;
-    for (auto& value : masked.part) value = _mm256_and_si256(value, all(mask));
-    return masked;
-  }
-  // The bits of the elements for which `compare` gives ones.
-  template <class Compare>
-  static std::uint64_t bits(const Compare& compare) {
-    std::uint64_t word = 0;
-    for (std::size_t half = 0; half < 2; ++half) {
-      __m256i bytes;
-      if constexpr (sizeof(T) == 1) bytes = compare(half);
-      if constexpr (sizeof(T) == 2) {
-        bytes = _mm256_packs_epi16(compare(2 * half), compare(2 * half + 1));
-        bytes = _mm256_permute4x64_epi64(bytes, 0xd8);
-      }
-      if constexpr (sizeof(T) == 4) {
-        const __m256i low = _mm256_packs_epi32(compare(4 * half), compare(4 * half + 1));
-        const __m256i high = _mm256_packs_epi32(compare(4 * half + 2), compare(4 * half + 3));
-        bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-      }
-      word |= std::uint64_t{static_cast<std::uint32_t>(_mm256_movemask_epi8(bytes))} << (32 * half);
-    }
-    return word;
-  }
-  static __m256i equal(__m256i a, __m256i b) {
-    return sizeof(T) == 1   ? _mm256_cmpeq_epi8(a, b)
-           : sizeof(T) == 2 ? _mm256_cmpeq_epi16(a, b)
-                            : _mm256_cmpeq_epi32(a, b);
-  }
-  static __m256i greater(__m256i a, __m256i b) {
-    return sizeof(T) == 1   ? _mm256_cmpgt_epi8(a, b)
-           : sizeof(T) == 2 ? _mm256_cmpgt_epi16(a, b)
-                            : _mm256_cmpgt_epi32(a, b);
-  }
-  std::uint64_t differs(const Block& other) const {
-    return ~bits([&](std::size_t i) { return equal(part[i], other.part[i]); });
-  }
-  // Elements and limit have no sign bit, so that signed comparisons serve.
-  std::uint64_t below(T limit) const {
-    return bits([&](std::size_t i) { return greater(all(limit), part[i]); });
+// 64 bytes that are compared with several numbers.
+#if defined(__AVX512F__)
+struct Bytes {
+  __m512i value;
+  explicit Bytes(__m512i bytes) : value(bytes) {}
+  explicit Bytes(const std::uint8_t* from) : value(_mm512_loadu_si512(from)) {}
+  void store(std::uint8_t* to) const { _mm512_storeu_si512(to, value); }
+  std::uint64_t equal(std::uint8_t number) const {
+    return _mm512_cmpeq_epi8_mask(value, _mm512_set1_epi8(static_cast<char>(number)));
   }
 };
-
 #else
-
-template <class T>
-struct Block {
-  T element[kBlock];
-
-  explicit Block(const T* from) { __builtin_memcpy(element, from, sizeof element); }
-  Block operator&(T mask) const {
-    Block masked = *this;
-    for (auto& value : masked.element) value = static_cast<T>(value & mask);
-    return masked;
-  }
-  // The bits of 64 bytes that are 0 or 255.
-  static std::uint64_t bits(const std::uint8_t* bytes) {
-#if defined(DTCOMM_NEON)
-    const uint8x16_t places = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
-    const auto part = [&](std::size_t i) { return vandq_u8(vld1q_u8(bytes + 16 * i), places); };
-    const uint8x16_t halves = vpaddq_u8(vpaddq_u8(part(0), part(1)), vpaddq_u8(part(2), part(3)));
-    return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(halves, halves)), 0);
-#else
-    std::uint64_t word = 0;
-    for (std::size_t i = 0; i < kBlock; i += 8) {
-      std::uint64_t eight;
-      __builtin_memcpy(&eight, bytes + i, sizeof eight);
-      word |= (eight & 0x0101010101010101) * 0x0102040810204080 >> 56 << i;
-    }
-    return word;
-#endif
-  }
-  std::uint64_t differs(const Block& other) const {
-    if (__builtin_memcmp(element, other.element, sizeof element) == 0) return 0;
-    std::uint8_t bytes[kBlock];
-    for (std::size_t i = 0; i < kBlock; ++i) bytes[i] = element[i] != other.element[i] ? 0xff : 0;
-    return bits(bytes);
-  }
-  std::uint64_t below(T limit) const {
-    std::uint8_t bytes[kBlock];
-    for (std::size_t i = 0; i < kBlock; ++i) bytes[i] = element[i] < limit ? 0xff : 0;
-    return bits(bytes);
+struct Bytes {
+  std::uint8_t value[kBlock];
+  explicit Bytes(const std::uint8_t* from) { __builtin_memcpy(value, from, sizeof value); }
+  void store(std::uint8_t* to) const { __builtin_memcpy(to, value, sizeof value); }
+  std::uint64_t equal(std::uint8_t number) const {
+    std::uint8_t all[kBlock];
+    __builtin_memset(all, number, sizeof all);
+    return equal_bytes(value, all);
   }
 };
-
 #endif
+
+// top - ((element & mask) >> shift) of 64 elements, at least 0 and at most `last`.
+template <class T>
+inline Bytes distances(const T* elements, T mask, unsigned shift, unsigned top, unsigned last) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 2) {  // written out, as a vector that was stored in two parts is slow to load
+    const auto half = [&](std::size_t at) {
+      const __m512i x =
+          _mm512_and_si512(_mm512_loadu_si512(elements + at), _mm512_set1_epi16(static_cast<short>(mask)));
+      const __m512i exponents = _mm512_srl_epi16(x, _mm_cvtsi32_si128(static_cast<int>(shift)));
+      const __m512i below = _mm512_subs_epu16(_mm512_set1_epi16(static_cast<short>(top)), exponents);
+      return _mm512_maskz_cvtepi16_epi8(~__mmask32{0},
+                                        _mm512_min_epu16(below, _mm512_set1_epi16(static_cast<short>(last))));
+    };
+    return Bytes(_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(half(0)), half(32), 1));
+  }
+#endif
+  T copy[kBlock];
+  __builtin_memcpy(copy, elements, sizeof copy);
+  std::uint8_t bytes[kBlock];
+  for (std::size_t i = 0; i < kBlock; ++i) {
+    const auto exponent = static_cast<T>((copy[i] & mask) >> shift), most = static_cast<T>(top);
+    const auto below = static_cast<T>(most > exponent ? most - exponent : 0);
+    bytes[i] = static_cast<std::uint8_t>(below < static_cast<T>(last) ? below : static_cast<T>(last));
+  }
+  return Bytes(bytes);
+}
 
 // Bit `plane` of 64 integers.
 inline std::uint64_t plane_of(const std::uint32_t* values, unsigned plane) {

@@ -7,10 +7,10 @@
 namespace dtcomm::DTCOMM_ISA {
 
 std::size_t encode_delta(WeightKind kind, const void* old, const void* fresh, std::size_t n, std::uint32_t* room,
-                         std::uint8_t* to);
-const char* check_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, const void* old,
-                        DeltaCounts* counts);
-void decode_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, std::uint32_t* room,
-                  void* weights);
+                         std::uint8_t* to, std::size_t* changed);
+const char* check_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
+                        const void* old);
+const char* decode_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
+                         std::uint32_t* room, void* weights);
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -298,6 +298,37 @@ void lossless_case(const Kernels& kernels, std::uint64_t seed) {
   std::printf(" %s\n", error ? error : out == x ? "equal" : "differs");
 }
 
+// A granule of a delta of weights of any kind, what comes back from it, and what other weights and damage do to it.
+void delta_case(const Kernels& kernels, std::uint64_t seed) {
+  Random random(seed * 64 + 24);
+  const auto kind = static_cast<WeightKind>(random.below(kWeightKinds));
+  const std::size_t size = layout_of(kind).size, n = random.one_in(16) ? kDeltaGranule : 1 + random.below(3000);
+  const auto [old, fresh] = versions_of_weights(random, n, size);
+  std::vector<std::uint32_t> room(kDeltaRoom);
+  Bytes granule(delta_granule_bound(n, size) + kDeltaSlack);
+  std::size_t changed = 0;
+  const std::size_t bytes =
+      kernels.delta.encode(kind, old.data(), fresh.data(), n, room.data(), granule.data(), &changed);
+  granule.resize(bytes);
+  std::printf("delta kind %d numel %zu bytes %zu changed %zu:", static_cast<int>(kind), n, bytes, changed);
+  print("granule", granule);
+  granule.resize(bytes + kDeltaPadding);
+  const auto decode = [&, &made = fresh](const Bytes& from) {
+    Bytes weights = from;
+    const char* const refused = kernels.delta.check(kind, granule.data(), bytes, n, from.data());
+    kernels.delta.decode(kind, granule.data(), bytes, n, room.data(), weights.data());
+    std::printf(" %s", refused ? refused : weights == made ? "equal" : "differs");
+    if (!refused) print("weights", weights);
+  };
+  decode(old);
+  decode(fresh);
+  if (bytes > 0) {
+    granule[random.below(bytes)] ^= static_cast<std::uint8_t>(1u << random.below(8));
+    decode(old);
+  }
+  std::printf("\n");
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -322,6 +353,7 @@ int main(int count, char** arguments) {
     rounded_sum_case(*kernels, seed);
     shared_randk_case(*kernels, seed);
     lossless_case(*kernels, seed);
+    delta_case(*kernels, seed);
   }
   return 0;
 }

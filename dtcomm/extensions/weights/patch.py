@@ -185,7 +185,7 @@ class Patch:
         return patch
 
     def decode(self, index: int, old: Tensor, out: Tensor, *, checked: bool = False) -> None:
-        """Write the new values of an entry; raises PayloadCorrupt before it changes a byte.
+        """Write the new values of an entry; raises PayloadCorrupt before it changes a byte of ``old``.
 
         Args:
             index: The number of the entry.
@@ -264,8 +264,7 @@ def diff(
         else:
             before = on_cpu(olds[name].tensor)
             base_crc = known[name] if name in known else checksum(before)
-            payload = codec.encode(_coded(before), _coded(tensor), threads=threads)
-            changed = codec.decoded_stats(payload).changed
+            payload, changed = codec.encode(_coded(before), _coded(tensor), threads=threads)
             coding = "delta" if changed else "same"
             payload = payload if changed else payload[:0]
         known[name] = crc
