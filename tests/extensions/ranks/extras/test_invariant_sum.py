@@ -195,6 +195,45 @@ def test_layers_do_not_depend_on_ranks_or_on_other_tokens(dtype: torch.dtype) ->
         assert error < (1e-6 if dtype is torch.float32 else 2e-2) * torch.linalg.vector_norm(expected)
 
 
+class Dense(nn.Module):
+    """Grouped queries beside keys and values, as in phi3, and a vocabulary."""
+
+    class config:
+        num_attention_heads, num_key_value_heads = 16, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 4 * WIDTH)
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(self.words(tokens))
+        half = qkv.shape[-1] // 2
+        q, k, v = qkv.split([half, half // 2, half // 2], -1)
+        k, v = (part.unflatten(-1, (-1, 1, 4)) for part in (k, v))
+        return self.out((q.unflatten(-1, (-1, 2, 4)) * k.tanh() + v).flatten(-3))
+
+
+def converted(rank: int, ranks: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Dense()
+    plan = {"words": "vocabulary", "qkv": "column_qkv", "out": "row"}
+    tp.compress(model, None, "int8", plan)
+    fix_terms(model, TERMS)
+    y = model(torch.arange(40).view(5, 8))
+    assert model.out.comm.traffic.calls == 1
+    return y.detach()
+
+
+def test_models_of_compress() -> None:
+    expected = run_ranks(converted, 1)[0]
+    torch.manual_seed(0)
+    torch.testing.assert_close(expected, Dense()(torch.arange(40).view(5, 8)).detach())
+    for ranks in (2, 8):
+        assert all(torch.equal(y, expected) for y in run_ranks(converted, ranks))
+
+
 def test_without_fixed_terms_they_do() -> None:
     one, eight = (run_ranks(outputs, ranks, torch.float32, False)[0] for ranks in (1, 8))
     assert not torch.equal(one[0], eight[0])
