@@ -30,7 +30,6 @@ from dtcomm import env
 from dtcomm.cli import show_progress
 from dtcomm.cli.doctor.checks import FAIL, NOTE, OK, Check
 from dtcomm.runtime import emulated_link
-from dtcomm.runtime.bootstrap import between_hosts
 from dtcomm.runtime.bootstrap.rendezvous import host_id
 from dtcomm.runtime.process_groups import group_store, require_group
 
@@ -53,7 +52,6 @@ class LinkResult:
         level: "inside" a host or "between" hosts.
         gbit: The bandwidth in Gbit/s from the first to the second rank and back; empty if the pair failed.
         latency_us: Half of the time of a message of 4 bytes and its answer, in microseconds.
-        connections: TCP connections that carry the payloads from one to the other; 0 if they share memory or use UCX.
     """
 
     ranks: tuple[int, int]
@@ -61,7 +59,6 @@ class LinkResult:
     gbit: tuple[float, ...] = ()
     latency_us: float = 0.0
     error: str = ""
-    connections: int = 0
 
     @property
     def least_gbit(self) -> float:
@@ -167,15 +164,7 @@ def _measured(pair: tuple[int, int], hosts: Sequence[str]) -> LinkResult:
     except (DtcommError, OSError, RuntimeError) as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return LinkResult(ranks=pair, level=level, error=text)
-    connections = _connections(pair[1] if leads else pair[0])
-    return LinkResult(ranks=pair, level=level, gbit=gbit, latency_us=latency_s * 1e6, connections=connections)
-
-
-def _connections(peer: int) -> int:
-    from dtcomm.runtime.communicator import get_communicator_of_pair
-
-    runtime = get_communicator_of_pair(None, peer, "peer", True).runtime
-    return int(runtime.info().get("connections", 0))
+    return LinkResult(ranks=pair, level=level, gbit=gbit, latency_us=latency_s * 1e6)
 
 
 def _exchange(peer: int, leads: bool) -> tuple[float, tuple[float, float]]:
@@ -271,23 +260,6 @@ def _software(descriptions: Sequence[dict[str, Any]]) -> Check:
     )
 
 
-def _several_connections(results: Sequence[LinkResult]) -> str:
-    counts = [result.connections for result in results]
-    if max(counts) <= 1:
-        return ""
-    needed = [
-        between_hosts.connections(
-            2e-3 * result.latency_us, between_hosts.buffer_bytes(), between_hosts.rate_gbit(result.least_gbit)
-        )
-        for result in results
-    ]
-    return f" over {_range(counts)} TCP connections each ({_range(needed)} for the measured rate)"
-
-
-def _range(counts: Sequence[int]) -> str:
-    return f"{counts[0]}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-
-
 def links_check(results: Sequence[LinkResult], hosts: Sequence[str], limits: emulated_link.Links) -> Check:
     """The check ``links``: all measurements, and a diagnosis."""
     diagnosis = diagnose(results, hosts, limits)
@@ -300,7 +272,7 @@ def links_check(results: Sequence[LinkResult], hosts: Sequence[str], limits: emu
             where = "inside hosts" if level == "inside" else "between hosts"
             parts.append(
                 f"{len(measured)} links {where}: {min(gbit):.3g} to {max(gbit):.3g} Gbit/s, "
-                f"{min(latency):.3g} to {max(latency):.3g} µs" + _several_connections(measured)
+                f"{min(latency):.3g} to {max(latency):.3g} µs"
             )
     found = [*diagnosis.failures, *diagnosis.slow]
     return Check(

@@ -110,27 +110,6 @@ def test_links_that_miss_what_is_expected_are_failures() -> None:
     json.dumps(check.as_dict())
 
 
-@pytest.mark.parametrize(
-    ("counts", "text"),
-    [
-        ((0, 1), "µs"),
-        ((12, 12), "µs over 12 TCP connections each (4 for the measured rate)"),
-        ((1, 4), "µs over 1 to 4 TCP connections each (4 for the measured rate)"),
-    ],
-)
-def test_several_connections_between_hosts_are_reported(
-    counts: tuple[int, int], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(network.between_hosts, "buffer_bytes", lambda: 4 * 2**20)
-    results = [
-        LinkResult(ranks=pair, level="between", gbit=(1.0, 1.0), latency_us=40_000.0, connections=count)
-        for pair, count in zip([(0, 1), (0, 2)], counts, strict=True)
-    ]
-    check = network.links_check(results, ["a", "b", "c"], emulated_link.Links())
-    assert check.summary == f"2 links between hosts: 1 to 1 Gbit/s, 4e+04 to 4e+04 {text}"
-    assert [link["connections"] for link in check.details["links"]] == list(counts)
-
-
 def test_the_table_has_both_directions() -> None:
     check = network.links_check(links(list("ab"), {}), list("ab"), emulated_link.Links())
     assert network.table(check) == [
