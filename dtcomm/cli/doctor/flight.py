@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtcomm.cli import new_table
+from dtcomm.profiling.summary import format_bytes
 from dtcomm.system import printable
 
 #: Collectives whose recorded size is that of one rank's shard.
@@ -293,7 +294,7 @@ def _call_seen_by_peers(records: list[CommunicatorRecord], rank: int, number: in
 
 
 def _describe_operation(ranks: list[RankState], number: int) -> str:
-    """Return a description such as ``all_reduce #41 of 25 MB``."""
+    """Return a description such as ``all_reduce #41 of 25.0 MiB``."""
     operation = next(operation for rank in ranks if (operation := rank.operation(number)))
     per_rank = " a rank" if operation["collective"] in SHARDED else ""
     return f"{operation['collective']} #{number} of {format_bytes(operation['bytes'])}{per_rank}"
@@ -424,13 +425,3 @@ def format_ranks(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     parts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
-
-
-def format_bytes(count: int) -> str:
-    """Return a rounded size: ``25 MB``, ``4 KB``; MB and KB are powers of 1024."""
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1024 or unit == "GB":
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    raise AssertionError

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, env
-from dtcomm.cli import LAUNCHER, new_table, size_argument, split_codecs, write_json
+from dtcomm.cli import LAUNCHER, format_size, new_table, size_argument, split_codecs, write_json
 from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.cli.tune.measure import GroupResult, TuneOptions, host_count, measure_group, measure_sums
 from dtcomm.errors import DtcommError
@@ -165,7 +165,7 @@ def _show(results: Sequence[GroupResult], last_line: str) -> None:
         step = -(-len(sizes) // COLUMNS)
         sizes = sorted({*sizes[::-step]})
         title = f"{result.ranks} ranks on {result.hosts} host(s): the fastest algorithm, in us"
-        shown = new_table(["collective", "codec", *(f">~{_size(size)}" for size in sizes)], title)
+        shown = new_table(["collective", "codec", *(f">~{format_size(size)}" for size in sizes)], title)
         kinds: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
         for row in result.measured:
             by_size = kinds.setdefault((row.collective, row.codec), {})
@@ -179,13 +179,9 @@ def _show(results: Sequence[GroupResult], last_line: str) -> None:
             shown.add_row(*kind, *cells)
         console.print(shown)
         for codec, _, _, threshold in result.compress_from:
-            faster = "at no size" if math.isinf(threshold) else f"from {_size(int(threshold))} on"
+            faster = "at no size" if math.isinf(threshold) else f"from {format_size(int(threshold))} on"
             console.print(f"sums of activations on GPUs: {codec} is faster than NCCL {faster}")
     console.print(last_line, soft_wrap=True, markup=False)
-
-
-def _size(size: int) -> str:
-    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
