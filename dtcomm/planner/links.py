@@ -135,63 +135,16 @@ class LinkRates:
             2
         """
         try:
-            return cls._of(content)
+            if "checks" in content:
+                return cls.from_doctor(content)
+            unknown = sorted(set(content) - {"gbit", "latency_us"})
+            if "gbit" not in content or unknown:
+                raise ValueError(
+                    f"links: expected a report of dtcomm doctor --json, or gbit and latency_us; got {sorted(content)}"
+                )
+            return cls(gbit=content["gbit"], latency_us=content.get("latency_us"))
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"links: {type(error).__name__}: {error}: the file is damaged") from None
-
-    @classmethod
-    def _of(cls, content: Mapping[str, Any]) -> LinkRates:
-        if "checks" in content:
-            return cls.from_doctor(content)
-        unknown = sorted(set(content) - {"gbit", "latency_us"})
-        if "gbit" not in content or unknown:
-            raise ValueError(
-                f"links: expected a report of dtcomm doctor --json, or gbit and latency_us; got {sorted(content)}"
-            )
-        return cls(gbit=content["gbit"], latency_us=content.get("latency_us"))
-
-    @classmethod
-    def between_sites(
-        cls,
-        links: Mapping[tuple[int, int], tuple[float, float]],
-        per_site: int = 1,
-        inside: tuple[float, float] = (100.0, 20.0),
-    ) -> LinkRates:
-        """Return the rates of ranks in sites, numbered from 0, of which each has as many ranks.
-
-        Args:
-            links: (Gbit/s, one-way latency in microseconds) of the link between two sites; one for each pair.
-            per_site: Ranks of a site.
-            inside: The same of the links between the ranks of a site.
-
-        Raises:
-            ValueError: A pair of sites has no link, or is given twice.
-
-        Example:
-            >>> from dtcomm.planner import LinkRates
-            >>> LinkRates.between_sites({(0, 1): (1.0, 37500.0)}, per_site=2).groups()
-            ((0, 1), (2, 3))
-        """
-        known: dict[tuple[int, int], tuple[float, float]] = {}
-        for (a, b), link in links.items():
-            if a == b or a < 0 or b < 0:
-                raise ValueError(f"links: {a}-{b}: expected two different sites, numbered from 0")
-            if (min(a, b), max(a, b)) in known:
-                raise ValueError(f"links: {a}-{b}: given twice")
-            known[min(a, b), max(a, b)] = link
-        sites = 1 + max((b for _, b in known), default=0)
-        for pair in _pairs(sites):
-            if pair not in known:
-                raise ValueError(f"links: there is none for sites {pair[0]}-{pair[1]} of {sites}")
-        rows = [
-            [inside if a // per_site == b // per_site else known[min(a // per_site, b // per_site),
-             max(a // per_site, b // per_site)] for b in range(sites * per_site)]
-            for a in range(sites * per_site)
-        ]  # fmt: skip
-        return cls(
-            gbit=[[gbit for gbit, _ in row] for row in rows],
-            latency_us=[[latency for _, latency in row] for row in rows],
-        )
 
     def of_ranks(self, ranks: Sequence[int]) -> LinkRates:
         """Return the links between some of the ranks.

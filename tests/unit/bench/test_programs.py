@@ -11,7 +11,18 @@ import torch
 from bench import gpu
 from bench.common import harness
 
-PROGRAMS = ("accuracy", "collectives", "ddp", "exact", "gpu", "kernels", "links", "parallel", "quality", "threads")
+PROGRAMS = (
+    "accuracy",
+    "collectives",
+    "ddp",
+    "exact",
+    "gpu",
+    "kernels",
+    "links",
+    "parallel",
+    "quality",
+    "threads",
+)
 README = Path(gpu.__file__).with_name("README.md")
 
 

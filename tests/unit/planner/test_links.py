@@ -159,10 +159,3 @@ def test_a_group_of_some_ranks_takes_their_links() -> None:
 def test_a_wrong_file_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         levels_of(text, Table(), (0, 1, 2), ((0,), (1,), (2,)), 3)
-
-
-def test_a_pair_of_sites_has_one_link() -> None:
-    rates = LinkRates.between_sites({(0, 1): (1.0, 10.0), (2, 0): (2.0, 20.0), (1, 2): (3.0, 30.0)}, 2)
-    assert rates.ranks == 6 and rates.slowest(1, 4) == 2.0 and rates.slowest(2, 5) == 3.0
-    with pytest.raises(ValueError, match="given twice"):
-        LinkRates.between_sites({(0, 1): (1.0, 10.0), (1, 0): (2.0, 20.0)})
