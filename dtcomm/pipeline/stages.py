@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,23 +32,12 @@ from dtcomm.pipeline.exchange import (
     receive_tensor,
     shape_header,
 )
-from dtcomm.pipeline.state import PipelineState
+from dtcomm.pipeline.state import PipelineState, Settings
 from dtcomm.torch_compat import PipelineStageBase
 
 _log = logging.getLogger("dtcomm")
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 RECEIVES_AHEAD = 1  # micro-batches
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """The arguments of `compress`, parsed."""
-
-    forward: Codec
-    backward: Codec
-    feedback: bool
-    differences: bool
-    dynamic_shapes: bool
 
 
 def compress(
@@ -138,20 +126,21 @@ def compress(
         if not chosen:
             argument = "codec" if backward_codec is None else "backward_codec"
             require_accurate(backward, argument, GRADIENTS, "feedback=True")
-    settings = _Settings(
+    settings = Settings(
         forward=forward,
         backward=backward,
         feedback=chosen,
+        reason=reason,
+        save_residuals=save_residuals,
+        seed=seed,
         differences=differences and not env.disabled(),
         dynamic_shapes=dynamic_shapes,
     )
-    policy = f"activations {forward}{' (differences)' if differences else ''}, gradients {backward}"
-    state = PipelineState(listed[0].group, torch.device(listed[0].device), policy, chosen, reason, seed)
-    state.save_residuals = save_residuals
+    state = PipelineState(listed[0].group, torch.device(listed[0].device), settings)
     codecs = {"codec": codec, "backward_codec": backward_codec}
     state.arguments = {**codecs, "feedback": feedback, "seed": seed, **options}
     for stage in listed:
-        state.add_stage(_StageMessages(stage, settings, state))
+        state.add_stage(_StageMessages(stage, state))
     return state
 
 
@@ -174,10 +163,10 @@ class _StageMessages:
     The methods that a schedule calls are replaced on the stage object. All of them are called as torch's are.
     """
 
-    def __init__(self, stage: PipelineStageBase, settings: _Settings, state: PipelineState) -> None:
+    def __init__(self, stage: PipelineStageBase, state: PipelineState) -> None:
         self.traffic: dict[tuple[str, str, str], Traffic] = {}
         self.references: dict[int, SampleReferences] = {}
-        self._stage, self._settings, self._state = stage, settings, state
+        self._stage, self._settings, self._state = stage, state.settings, state
         self._receipts: dict[tuple[str, int], list[Receipt]] = {}
         self._posted: set[tuple[str, int]] = set()  # receives of this step
         self._sent_shapes: dict[int, list[torch.Size]] = {}  # of the activations of each micro-batch

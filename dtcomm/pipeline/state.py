@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import env
+from dtcomm.codecs import Codec
 from dtcomm.collectives import all_gather
 from dtcomm.compress import checkpoint
 from dtcomm.compress.report import Report
@@ -38,6 +39,20 @@ class StepTimes:
         return self.forward + self.backward
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `compress`, parsed; ``reason`` says why feedback is on or off, if "auto" decided."""
+
+    forward: Codec
+    backward: Codec
+    feedback: bool
+    reason: str
+    save_residuals: bool
+    seed: int
+    differences: bool
+    dynamic_shapes: bool
+
+
 class StageCounts(Protocol):
     """What a step has to do, of one stage."""
 
@@ -60,15 +75,11 @@ class PipelineState(Reporting):
     Args:
         group: Process group of the stages; None is the default group.
         device: Device of the stages.
-        policy: What was asked for, for reports.
-        feedback: Whether gradients have error feedback.
-        feedback_reason: Why, if "auto" chose it.
-        seed: Seed of stochastic rounding.
+        settings: The arguments of `compress`.
 
     Attributes:
         exchange: The messages under way.
         residuals: Residuals of the gradients' error feedback.
-        save_residuals: Whether `state_dict` has them.
         times: The times of the last step; zeros before its end.
         samples: The samples of the next step's batch; None: not set.
         steps: Number of steps that have ended.
@@ -76,24 +87,14 @@ class PipelineState(Reporting):
 
     integration = "pipeline"
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        policy: str,
-        feedback: bool,
-        feedback_reason: str = "",
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, settings: Settings) -> None:
         self.arguments = {}
-        self.exchange = Exchange(seed)
+        self.settings, self.exchange = settings, Exchange(settings.seed)
         self.residuals = Residuals()
         self.times = StepTimes()
         self.samples: torch.Tensor | None = None
         self.steps = 0
-        self.save_residuals = True
-        self._group, self._device, self._policy = group, device, policy
-        self._feedback, self._feedback_reason = feedback, feedback_reason
+        self._group, self._device = group, device
         self._stages: list[StageCounts] = []
         self._current = StepTimes()
         self._start: float | None = None
@@ -159,8 +160,8 @@ class PipelineState(Reporting):
             rank=dist.get_rank(self._group),
             world_size=dist.get_world_size(self._group),
             policy=str(self),
-            feedback=self._feedback,
-            feedback_reason=self._feedback_reason,
+            feedback=self.settings.feedback,
+            feedback_reason=self.settings.reason,
             steps=self.steps,
             residual_bytes=self.residuals.nbytes() + references,
             notes=self._notes(),
@@ -185,7 +186,7 @@ class PipelineState(Reporting):
             {
                 "integration": self.integration,
                 "messages": self.exchange.messages,
-                "residuals": self.residuals.state_dict() if self.save_residuals else {},
+                "residuals": self.residuals.state_dict() if self.settings.save_residuals else {},
                 "references": {
                     f"{stage.name}/{number}": references.state_dict()
                     for stage in self._stages
@@ -270,9 +271,9 @@ class PipelineState(Reporting):
         if self.steps == 1:
             size = self.residuals.nbytes()
             memory = f"{format_bytes(size)} of residuals" if size else ""
-            log_feedback(
-                "dtcomm.pipeline", memory, "" if self._feedback and not size else self._feedback_reason
-            )
+            nothing_lost = self.settings.feedback and not size
+            log_feedback("dtcomm.pipeline", memory, "" if nothing_lost else self.settings.reason)
 
     def __str__(self) -> str:
-        return self._policy
+        differences = " (differences)" if self.settings.differences else ""
+        return f"activations {self.settings.forward}{differences}, gradients {self.settings.backward}"
