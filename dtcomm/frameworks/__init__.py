@@ -16,7 +16,7 @@ from typing import Any
 from dtcomm import torch_compat
 from dtcomm.compress.checkpoint import Compressor
 from dtcomm.compress.models import framework_of, wrong_type
-from dtcomm.frameworks.attached import Attached, SavedWithFramework, remove_files
+from dtcomm.frameworks.attached import NOTHING, Attached, remove_files
 from dtcomm.frameworks.attached import Integration as Integration
 
 __all__ = ["Attached", "attach", "save_with"]
@@ -64,10 +64,10 @@ def save_with(owner: Any, state: Compressor) -> None:
         state = dtcomm.ddp.compress(model, "int8")
         dtcomm.frameworks.save_with(accelerator, state)
     """
-    _add_hooks(owner, SavedWithFramework(state))
+    _add_hooks(owner, Attached(NOTHING, state))
 
 
-def _add_hooks(owner: Any, saved: SavedWithFramework) -> int:
+def _add_hooks(owner: Any, saved: Attached[Any]) -> int:
     """Let a framework's object call ``saved``; return the number of processes that the framework uses."""
     framework = framework_of(owner)
     if framework == "accelerate":
@@ -119,12 +119,12 @@ def _log_with_lightning(trainer: Any, attached: Attached[Any]) -> None:
     trainer.strategy.optimizer_step = step_and_log
 
 
-def _require_no_hook(hook: Any, saved: SavedWithFramework) -> None:
+def _require_no_hook(hook: Any, saved: Attached[Any]) -> None:
     if saved.compresses and hook is not None and str(getattr(hook, "value", hook)) != "no":
         raise ValueError(f"owner: its options of DDP ask for the communication hook {hook} already")
 
 
-def _add_to_accelerate(accelerator: Any, saved: SavedWithFramework) -> None:
+def _add_to_accelerate(accelerator: Any, saved: Attached[Any]) -> None:
     """Wrap `prepare` and `prepare_model`, and register hooks of `save_state` and `load_state`."""
     prepare, prepare_model = accelerator.prepare, accelerator.prepare_model
 
@@ -148,7 +148,7 @@ def _add_to_accelerate(accelerator: Any, saved: SavedWithFramework) -> None:
     accelerator.register_load_state_pre_hook(lambda models, folder: saved.load(os.path.join(folder, FOLDER)))
 
 
-def _add_to_transformers(trainer: Any, saved: SavedWithFramework) -> None:
+def _add_to_transformers(trainer: Any, saved: Attached[Any]) -> None:
     """Add a callback for the events, and wrap `train`, which alone knows what it resumes from."""
     from transformers import TrainerCallback
     from transformers.trainer_utils import get_last_checkpoint
@@ -188,7 +188,7 @@ def _add_to_transformers(trainer: Any, saved: SavedWithFramework) -> None:
     trainer.add_callback(CompressionCallback())
 
 
-def _add_to_lightning(trainer: Any, saved: SavedWithFramework) -> None:
+def _add_to_lightning(trainer: Any, saved: Attached[Any]) -> None:
     """Wrap methods of the strategy, which are called on all ranks and know the path of the checkpoint.
 
     Callbacks do not know it. And Lightning ignores its own ``ddp_comm_hook`` if the model is not on a GPU.

@@ -52,59 +52,42 @@ class Integration(Generic[S]):
     training_ended: Callable[[S], object] | None = None
 
 
-class SavedWithFramework:
-    """Saves and restores a state where a framework saves and restores its checkpoints; None until there is one."""
-
-    compresses = False
-
-    def __init__(self, state: Compressor | None = None) -> None:
-        self._current: Compressor | None = state
-        self._folder_to_load: str | None = None
-        self.strict = True
-
-    def model_is_wrapped(self, model: Any) -> None:
-        """Do nothing: the program compresses the model."""
-
-    def step_ended(self) -> None:
-        """Do nothing: the program's own loop calls what it needs."""
-
-    def training_ended(self) -> None:
-        """As `step_ended`."""
-
-    def save(self, folder: str) -> None:
-        """Write this rank's state, if there is one, to a folder."""
-        if self._current is not None:
-            save_files(self._current, folder)
-
-    def load(self, folder: str) -> None:
-        """Load the state from a folder now, or once there is a state; all ranks call it at the same point."""
-        if self._current is None:
-            self._folder_to_load = folder
-        else:
-            self._folder_to_load = None
-            load_files(self._current, folder, strict=self.strict)
+#: Of a state that the program made itself: the framework only saves and restores it.
+NOTHING: Integration[Any] = Integration(
+    name="dtcomm.frameworks",
+    wrapper="",
+    accepts=lambda model: False,
+    obstacle=lambda model: "",
+    compress=lambda model: None,
+    unused=lambda: None,
+)
 
 
-class Attached(SavedWithFramework, Generic[S]):
-    """Compresses a model as soon as a framework has wrapped it; ``attach`` returns it.
+class Attached(Generic[S]):
+    """Compresses a model as soon as a framework has wrapped it, and saves the state with the framework's checkpoints.
 
     Args:
         integration: How the model is compressed.
+        state: The state, if the program has compressed the model itself. Default None: there is none yet.
 
     Attributes:
         strict: Whether a resumed run must compress as the run that saved. Set it to False before resuming with another
             codec: then residuals alone are loaded.
     """
 
-    compresses = True
-
-    def __init__(self, integration: Integration[S]) -> None:
-        super().__init__()
-        self._integration = integration
+    def __init__(self, integration: Integration[S], state: S | None = None) -> None:
+        self.strict = True
+        self._integration, self._current = integration, state
+        self._folder_to_load: str | None = None
         self._processes = 0
         self._model: torch.nn.Module | None = None
         self._compressed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._obstacle = ""
+
+    @property
+    def compresses(self) -> bool:
+        """Whether it compresses the framework's model."""
+        return self._integration is not NOTHING
 
     @property
     def state(self) -> S:
@@ -122,7 +105,7 @@ class Attached(SavedWithFramework, Generic[S]):
                 else f"state: the model is not wrapped in {self._integration.wrapper} yet: call prepare(model), "
                 "train() or fit() first, on more than one rank"
             )
-        return self._current  # type: ignore[return-value]
+        return self._current
 
     def set_processes(self, processes: int) -> None:
         """Set the number of processes that the framework uses; with one, say that nothing is compressed."""
@@ -142,20 +125,22 @@ class Attached(SavedWithFramework, Generic[S]):
 
     def save(self, folder: str) -> None:
         """Write this rank's state to a folder, if the model is compressed."""
-        if self._model is not None:
-            super().save(folder)
+        if self._current is not None and self._processes != 1:
+            save_files(self._current, folder)
 
     def load(self, folder: str) -> None:
-        """Load the state from a folder, now or once the model is wrapped."""
-        if self._processes != 1:
-            super().load(folder)
-        elif has_files(folder):
-            _log.warning(
-                "%s: the state of compression in %s is not used, and the residuals in it are lost: this job has "
-                "one process",
-                self._integration.name,
-                folder,
-            )
+        """Load the state from a folder now, or once the model is wrapped; all ranks call it at the same point."""
+        if self._processes == 1:
+            if has_files(folder):
+                _log.warning(
+                    "%s: the state of compression in %s is not used, and the residuals in it are lost: this job has "
+                    "one process", self._integration.name, folder,
+                )  # fmt: skip
+        elif self._current is None:
+            self._folder_to_load = folder
+        else:
+            self._folder_to_load = None
+            load_files(self._current, folder, strict=self.strict)
 
     def scalars(self) -> dict[str, float]:
         """Return the metrics of the state by name; none until the model is compressed."""
