@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -22,6 +23,33 @@ def test_named_paths_exist(page: Path) -> None:
         if not any(ROOT.glob(name.rstrip("/")))
     ]
     assert not missing
+
+
+# `dtcomm.planner.plan_links(...)`, but no names of files.
+NAME = re.compile(r"(?<![\w/])dtcomm(?:\.[a-z]\w+)+(?:\.\w+)*(?=[(`])")
+
+
+def missing_names(text: str) -> list[str]:
+    """Return the names of dtcomm in a page that do not exist; modules that need another package count as existing."""
+    missing = []
+    for name in sorted(set(NAME.findall(text))):
+        try:
+            pkgutil.resolve_name(name)
+        except AttributeError:
+            missing.append(name)
+        except ModuleNotFoundError as error:
+            missing += [name] if f"{error.name}".startswith("dtcomm") else []
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_functions_exist(page: Path) -> None:
+    assert missing_names(page.read_text(encoding="utf-8")) == []
+
+
+def test_names_that_do_not_exist_are_found() -> None:
+    text = "`dtcomm.all_reduce`, `dtcomm.planner.no_such(x)`, `dtcomm.no.such`, dtcomm/dtcomm.json`"
+    assert missing_names(text) == ["dtcomm.no.such", "dtcomm.planner.no_such"]
 
 
 SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if "__main__" in path.read_text()]
