@@ -121,6 +121,17 @@ def test_language(page: Path) -> None:
     assert not found, "\n" + "\n".join(f"{name}:{line}: {what}" for _, line, what in found)
 
 
+def test_each_report_says_where_its_figures_come_from() -> None:
+    reports = [page for page in (ROOT / "docs/results").glob("*.md") if page.name != "index.md"]
+    heads = {
+        page.name: [text for _, text in paragraphs(page.read_text(encoding="utf-8"))][:8] for page in reports
+    }
+    assert len(heads) > 5
+    assert [
+        name for name, head in heads.items() if not any(t.startswith(("Measured", "Source:")) for t in head)
+    ] == []
+
+
 # Terms of dtcomm, and the pages that explain them; the glossary explains all.
 TERMS = {
     "residual": "error-feedback.md",
