@@ -396,7 +396,8 @@ def _sum(
 def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return ``x @ matrix``, whose rows do not depend on each other: products of `ROWS` tokens each."""
     tokens = x.reshape(-1, x.shape[-1])
-    matrix = _aligned(matrix)
+    # A weight is copied as it is stored, which is faster, and in the same way on every number of ranks.
+    matrix = _aligned(matrix.t()).t() if matrix.stride(0) == 1 else _aligned(matrix)
     blocks = torch.split(F.pad(tokens, (0, 0, 0, -len(tokens) % ROWS)), ROWS)
     y = torch.cat([_aligned(block) @ matrix for block in blocks])
     return y[: len(tokens)].view(*x.shape[:-1], matrix.shape[1])
