@@ -222,62 +222,36 @@ def check(cases: Cases) -> dict[str, int]:
     Each case is summed by one process, and by as many ranks as it has terms, up to 8, with several algorithms.
     """
     names = sorted({key.rpartition(".")[0] for key in cases})
-    wrong: dict[str, int] = {}
+    wrong = _sum(0, 1, cases, names)
     by_ranks: dict[int, list[str]] = {}
     for name in names:
         terms = len(cases[f"{name}.inputs"])
-        wrong |= _compare(
-            cases, name, lambda x, op: sum_terms(x, len(x), divisor=_divisor(op, x), alone=True), ""
-        )
-        ranks = max(n for n in range(1, 9) if terms % n == 0)
-        if ranks > 1:
-            by_ranks.setdefault(ranks, []).append(name)
+        by_ranks.setdefault(max(n for n in range(1, 9) if terms % n == 0), []).append(name)
     for ranks, of_ranks in by_ranks.items():
-        chosen = {key: array for key, array in cases.items() if key.rpartition(".")[0] in of_ranks}
-        for found in run_ranks(_check_on_ranks, ranks, chosen, of_ranks, timeout=300):
+        for found in run_ranks(_sum, ranks, cases, of_ranks, timeout=300) if ranks > 1 else ():
             wrong |= {key: max(count, wrong.get(key, 0)) for key, count in found.items()}
     return wrong
 
 
-def _divisor(op: str, terms: list[torch.Tensor]) -> int:
-    return len(terms) if op == "avg" else 1
-
-
-def _check_on_ranks(rank: int, ranks: int, cases: Cases, names: list[str]) -> dict[str, int]:
+def _sum(rank: int, ranks: int, cases: Cases, names: list[str]) -> dict[str, int]:
+    """Sum the cases on a rank. One rank needs no process group."""
     wrong: dict[str, int] = {}
-
-    def by_terms(x: list[torch.Tensor], op: str) -> torch.Tensor:
-        own = len(x) // ranks
-        return sum_terms(x[rank * own : (rank + 1) * own], len(x), divisor=_divisor(op, x))
-
     for name in names:
-        way = f" on {ranks} ranks"
-        if len(cases[f"{name}.inputs"]) > ranks:
-            wrong |= _compare(cases, name, by_terms, way)
-            continue
-        for algorithm in ALGORITHMS:
-
-            def by_all_reduce(x: list[torch.Tensor], op: str, algorithm: str = algorithm) -> torch.Tensor:
-                total = x[rank].clone()
+        form = FORMATS[name.partition(".")[0]]
+        terms = [torch.from_numpy(row.copy()).view(form.dtype) for row in cases[f"{name}.inputs"]]
+        own = len(terms) // ranks
+        for op in OPS:
+            divisor = len(terms) if op == "avg" else 1
+            part = terms[rank * own : (rank + 1) * own]
+            sums = {"": sum_terms(part, len(terms), divisor=divisor, alone=ranks == 1)}
+            for algorithm in ALGORITHMS if len(terms) == ranks > 1 else ():
+                sums[f", {algorithm}"] = total = terms[rank].clone()
                 all_reduce(total, op, codec=ROUNDED, algorithm=algorithm)
-                return total
-
-            wrong |= _compare(cases, name, by_all_reduce, f"{way}, {algorithm}")
-    return wrong
-
-
-def _compare(
-    cases: Cases, name: str, add: Callable[[list[torch.Tensor], str], torch.Tensor], way: str
-) -> dict[str, int]:
-    form = FORMATS[name.partition(".")[0]]
-    terms = [torch.from_numpy(row.copy()).view(form.dtype) for row in cases[f"{name}.inputs"]]
-    wrong = {}
-    for op in OPS:
-        made = add(terms, op)
-        expected = torch.from_numpy(cases[f"{name}.{op}"].copy()).view(form.dtype)
-        kind = torch.int32 if form.dtype == torch.float32 else torch.int16
-        same = (made.view(kind) == expected.view(kind)) | (made.isnan() & expected.isnan())
-        wrong[f"{name} {op}{way}"] = int((~same).sum())
+            expected = torch.from_numpy(cases[f"{name}.{op}"].copy()).view(form.dtype)
+            kind = torch.int32 if form.dtype == torch.float32 else torch.int16
+            for way, made in sums.items():
+                same = (made.view(kind) == expected.view(kind)) | (made.isnan() & expected.isnan())
+                wrong[f"{name} {op} on {ranks} rank{'s' if ranks > 1 else ''}{way}"] = int((~same).sum())
     return wrong
 
 
