@@ -6,6 +6,7 @@ all ranks are added as integers and rounded once (codec ``exact:rounded=true``, 
 
 - `sum_microbatches`: the gradients of a fixed number of microbatches (DDP, FSDP2, or one process);
 - `fix_terms`: the partial products of tensor-parallel layers, cut along the dimension that is summed;
+- `scale_tokens`: the gradients of a norm's weight and bias, which are sums over the tokens of all ranks;
 - `sum_terms`: tensors.
 """
 
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.codecs.cast import ROUNDED, RoundedExact
 from dtcomm.collectives import all_reduce, reduce_scatter
+from dtcomm.collectives.groups import GroupOrMesh, process_group_of
 from dtcomm.kernels import local_tasks
 from dtcomm.kernels.local_tasks import SumRange
 from dtcomm.kernels.reference.reproducible import NAN_BLOCK
@@ -299,6 +301,81 @@ def _part_sizes(layer: RowParallelLinear | ColumnParallelLinear) -> list[int]:
     if isinstance(layer.packed, int):
         return [rows // layer.packed] * layer.packed
     return [size // layer.comm.world_size for size in layer.packed]
+
+
+def scale_tokens(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: GroupOrMesh = None,
+    dim: int = 1,
+    terms: int = 8,
+) -> torch.Tensor:
+    """Return ``x * weight + bias``, whose gradients have the same bits on every number of ranks. Differentiable.
+
+    The gradients of weight and bias are sums over the tokens. They are the exact sums, rounded once, of ``terms`` equal
+    parts of the sequence; with a group they are the same on all ranks.
+
+    Args:
+        x: [..., features], such as the result of ``rms_norm`` without a weight; fp32, fp16 or bf16 on CPU.
+        weight: [features].
+        bias: [features]. Default: none.
+        group: The ranks, each of which has its part of the sequence. Default: ``x`` is the whole sequence.
+        dim: The dimension of the sequence. Default: 1.
+        terms: The number of parts of the whole sequence; a multiple of the number of ranks. Default: 8.
+
+    Returns:
+        A tensor like ``x``.
+
+    Raises:
+        ValueError: ``terms`` does not fit the ranks or the sequence.
+
+    Example::
+
+        normed = torch.nn.functional.rms_norm(x, (64,))
+        y = dtcomm.extensions.extras.scale_tokens(normed, weight, group=group)
+    """
+    alone, ranks = group is None, 1
+    process_group = None if alone else process_group_of(group, "scale_tokens")
+    if not alone:
+        ranks = dist.get_world_size(process_group)
+    if terms < 1 or terms % ranks or x.shape[dim] * ranks % terms:
+        raise ValueError(
+            f"terms: {terms}; valid: a multiple of the {ranks} ranks that divides the {x.shape[dim] * ranks} tokens"
+        )
+    options = {"group": process_group, "alone": alone}
+    return autograd_apply(_ScaledTokens, x, weight, bias, dim, terms // ranks, terms, options)  # type: ignore[no-any-return]
+
+
+class _ScaledTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dim: int,
+        own: int,
+        terms: int,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.arguments = dim, own, terms, options
+        y = x * weight.to(x.dtype)
+        return y if bias is None else y + bias.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dim, own, terms, options = ctx.arguments
+
+        def sum_tokens(gradient: torch.Tensor) -> torch.Tensor:
+            parts = [_aligned(part.reshape(-1, part.shape[-1])) for part in gradient.chunk(own, dim)]
+            return sum_terms([part.sum(0) for part in parts], terms, **options).to(weight.dtype)
+
+        dbias = sum_tokens(dy) if ctx.needs_input_grad[2] else None
+        return dy * weight.to(x.dtype), sum_tokens(dy * x), dbias, None, None, None, None
 
 
 class _RowOfTerms(RowParallelLinear):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm
 from dtcomm import tp
-from dtcomm.extensions.extras import fix_terms, sum_microbatches
+from dtcomm.extensions.extras import fix_terms, scale_tokens, sum_microbatches
 from dtcomm.extensions.extras.invariant_sum import sum_terms
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp.layers import ReplicatedModule
@@ -37,13 +37,16 @@ class Block(nn.Module):
     def __init__(self, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
         options: dict[str, Any] = {"group": mesh, "sequence_parallel": sequence_parallel}
+        self.group = mesh if sequence_parallel else None
+        self.norm = nn.LayerNorm(WIDTH)
         self.qkv = tp.ColumnParallelLinear(WIDTH, 3 * WIDTH, packed=3, **options)
         self.out = tp.RowParallelLinear(WIDTH, WIDTH, **options)
         self.up = tp.ColumnParallelLinear(WIDTH, 2 * WIDTH, **options)
         self.down = tp.RowParallelLinear(2 * WIDTH, WIDTH, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(F.rms_norm(x, (WIDTH,)))
+        normed = F.layer_norm(x, (WIDTH,))
+        qkv = self.qkv(scale_tokens(normed, self.norm.weight, self.norm.bias, group=self.group))
         q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in qkv.chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = self.out(attended.transpose(1, 2).flatten(2), residual=x)
@@ -285,6 +288,20 @@ def test_sums_of_terms_are_exact_and_rounded_once() -> None:
     assert next(made).tolist() == [0.5, -2.0, 0.5, 2.0] * 2
 
 
+def test_the_gradients_of_a_norm() -> None:
+    x, weight, bias, dy = (torch.randn(*shape) for shape in ((3, 16, 6), (6,), (6,), (3, 16, 6)))
+    results = []
+    for norm in (
+        lambda x, w, b: scale_tokens(F.layer_norm(x, (6,)), w, b, terms=4),
+        lambda x, w, b: F.layer_norm(x, (6,), w, b),
+    ):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+        y = norm(*inputs)
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, dy)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 @on_ranks(2)
 def test_arguments(rank: int, ranks: int) -> None:
     layer = tp.RowParallelLinear(48, 80)
@@ -302,6 +319,8 @@ def test_arguments(rank: int, ranks: int) -> None:
         sum_microbatches(fully_shard(nn.Linear(2, 2), mesh=mesh))
     with pytest.raises(ValueError, match="float64"):
         sum_terms([torch.ones(2, dtype=torch.float64)], 2)
+    with pytest.raises(ValueError, match=r"terms: 8.* the 6 tokens"):
+        scale_tokens(torch.ones(1, 3, 2), torch.ones(2), group=mesh["shards"])
     fix_terms(layer, 4)
     assert layer(torch.ones(0, 24)).shape == (0, 80)
     y, normed = layer.with_norm(torch.ones(3, 24), torch.ones(3, 80), None)
