@@ -38,7 +38,12 @@ def require_dtype(op: str, dtype: torch.dtype, codec: Codec) -> None:
     """Check that the codec accepts the dtype, and that both accept the reduction."""
     if dtype not in codec.dtypes:
         valid = ", ".join(_dtype_name(dtype) for dtype in codec.dtypes)
-        raise TypeError(f"tensor: codec {codec} takes {valid}, got {_dtype_name(dtype)}")
+        why = (
+            ": integers of 32 bits do not hold its digits"
+            if codec.reproducible and dtype.itemsize == 8
+            else ""
+        )
+        raise TypeError(f"tensor: codec {codec} takes {valid}, got {_dtype_name(dtype)}{why}")
     if op in ("min", "max") and op not in codec.operations:
         raise ValueError(f"op: {op} is valid with codecs none, fp16 and bf16, got {codec}")
     if op == "avg" and not dtype.is_floating_point:

@@ -28,6 +28,7 @@ from torch import Tensor
 from dtcomm import torch_compat
 from dtcomm.codecs import Codec, parse_levels
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.codecs.cast import RoundedExact
 from dtcomm.codecs.spec import require_fixed_length
 from dtcomm.collectives._call import Call, run_internal
 from dtcomm.collectives._options import Group, Op, Options
@@ -140,6 +141,11 @@ def _require_supported(tensor: Tensor, op: Op, options: Options) -> tuple[Codec,
         require_dtype(op_name(op), tensor.dtype, codec)
     if options.audit:
         require_auditable(options.codec)
+    if isinstance(inside, RoundedExact) and not tensor.is_coalesced():
+        raise ValueError(
+            f"tensor: is not coalesced, and {inside} rounds once, so it takes no sums that coalesce() has rounded; "
+            "valid: a coalesced tensor"
+        )
     return inside, between
 
 

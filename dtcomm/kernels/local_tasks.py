@@ -350,6 +350,30 @@ def round_digits(agreed: SumRange, digits: torch.Tensor, divisor: int, out: torc
     )
 
 
+def sum_rounded(
+    terms: torch.Tensor, divisor: int = 1, run: Callable[[LocalTask], None] = LocalTask.__call__
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum the terms, [terms, elements] of fp32, fp16 or bf16 on the CPU, as their ranks would; ``run`` runs a task.
+
+    Returns the correctly rounded sums, divided, and the digits of each term. A sum of elements that are not all finite
+    is NaN or Inf, in any order that of the floating-point standard.
+    """
+    finite = bool(terms.isfinite().all())
+    ranges = torch.empty(2, len(terms), -(-terms.shape[1] // rounded_sum.BLOCK), dtype=torch.uint8)
+    for x, tops, lows in zip(terms, *ranges, strict=True):
+        run(measure_digits(x, SumRange(len(terms), tops, lows), not finite))
+    agreed = SumRange(len(terms), *ranges.amax(dim=1))
+    digits = torch.empty(len(terms), *agreed.count_digits(), dtype=torch.int32)
+    for x, own in zip(terms, digits, strict=True):
+        run(split_digits(agreed, x, finite, own))
+    out = torch.empty_like(terms[0])
+    run(round_digits(agreed, digits.sum(0, dtype=torch.int32), divisor, out))
+    if not finite:
+        other = torch.where(terms.isfinite(), 0, terms).sum(0)
+        out = torch.where(terms.isfinite().all(0), out, other)
+    return out, digits
+
+
 def _cpu_task(
     tensors: tuple[torch.Tensor, ...],
     *,

@@ -188,6 +188,11 @@ def dispatch(
     if capacity is not None:
         require_capacity(capacity)
     codecs = make_codecs(**complete_options("dtcomm.moe.dispatch", options, DEFAULTS))
+    if codecs.combine.reproducible:
+        raise ValueError(
+            f"combine_codec: {codecs.combine} rounds once, and combine sums on the experts' ranks and hosts first; "
+            "valid: with dispatch_padded, or another codec"
+        )
     hosts = Hosts.of(host_groups(x, group))
     by_hosts = hosts.has_two_levels if hierarchical is None else hierarchical
     local_experts = num_experts // world_size

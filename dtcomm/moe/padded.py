@@ -13,9 +13,11 @@ from typing_extensions import Unpack
 from dtcomm import torch_compat
 from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.collectives import all_to_all
 from dtcomm.collectives.groups import GroupOrMesh, host_groups, process_group_of
 from dtcomm.errors import CollectiveMismatch
+from dtcomm.kernels import local_tasks
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import sum_slots, with_zero_row
 from dtcomm.moe.placement import Hosts, Relays
@@ -266,7 +268,24 @@ def combine_padded(
     results = returned.view(*route.choices_shape, outputs.shape[2])
     if weights is not None:
         results = results * weights.view(*route.choices_shape, 1).to(results.dtype)
+    if route.codecs.combine.reproducible:
+        rounded: torch.Tensor = autograd_apply(_RoundedSum, results)
+        return rounded
     return results.sum(1)
+
+
+class _RoundedSum(torch.autograd.Function):
+    """Sums the choices of each token, [tokens, choices, features]: the exact sum, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: torch.Tensor) -> torch.Tensor:
+        ctx.choices = terms.shape[1]
+        total, _ = local_tasks.sum_rounded(terms.transpose(0, 1).flatten(1).contiguous())
+        return total.view(len(terms), terms.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient[:, None].expand(-1, ctx.choices, -1)
 
 
 class _Returned(torch.autograd.Function):
@@ -275,7 +294,8 @@ class _Returned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, route: PaddedRoute) -> torch.Tensor:
         ctx.route = route
-        return route.give_back(rows, "outputs", route.codecs.combine).index_select(0, route.slots)
+        codec = parse("none") if route.codecs.combine.reproducible else route.codecs.combine
+        return route.give_back(rows, "outputs", codec).index_select(0, route.slots)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -19,6 +19,7 @@ from dtcomm.arguments import require_bool, require_int
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
+from dtcomm.codecs.cast import RoundedExact
 from dtcomm.compress.reporting import GroupTraffic, group_name
 from dtcomm.compress.spec import message_codec
 from dtcomm.errors import CollectiveMismatch
@@ -45,7 +46,9 @@ class CodecOptions(TypedDict, total=False):
         group: Process group. Default: all ranks.
         codec: Codec of the tokens, a spec or a `Codec`. Default: ``"fp8_e4m3"``.
         combine_codec: Codec of the experts' outputs on their way back. Default: ``"bf16"``, because models lose more
-            quality by 8-bit outputs than by 4-bit tokens; ``"none"`` if ``codec`` is.
+            quality by 8-bit outputs than by 4-bit tokens; ``"none"`` if ``codec`` is. ``"exact:rounded=true"``
+            (`dispatch_padded`, CPU tensors): outputs travel uncompressed, and the sum of a token's weighted outputs is
+            the exact one, rounded once, so it has the same bits for any number of ranks.
         backward_codec: Codec of the gradients of both. Default: ``"bf16"``; ``"none"`` if both other codecs are.
         allow_inaccurate: Whether codecs are allowed that lose more than a fifth of what they carry. Default: False.
     """
@@ -90,9 +93,13 @@ def make_codecs(
     none = parse("none")
     if combine_codec is None:
         combine_codec = none if forward == none else COMBINE_CODEC
-    combine = _parse(combine_codec, "combine_codec", allow_inaccurate)
+    rounded = RoundedExact()
+    if combine_codec in (rounded, str(rounded)):
+        combine: Codec = rounded
+    else:
+        combine = _parse(combine_codec, "combine_codec", allow_inaccurate)
     if backward_codec is None:
-        backward_codec = none if forward == combine == none else BACKWARD_CODEC
+        backward_codec = none if forward == none and combine in (none, rounded) else BACKWARD_CODEC
     backward = _parse(backward_codec, "backward_codec", allow_inaccurate)
     return RowCodecs(dispatch=forward, combine=combine, backward=backward)
 

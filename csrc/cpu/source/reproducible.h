@@ -235,12 +235,14 @@ inline void dequantize(const Codec& codec, std::size_t ranks, const void* codes,
   alignas(kLine) float scratch[kSpan];
   for (std::size_t at = 0; at < numel; at += kSpan) {
     const std::size_t n = smaller(kSpan, numel - at);
+    auto* const to = static_cast<std::uint8_t*>(out) + at * size_of(dtype);
+    float* const floats = dtype == DType::f32 ? reinterpret_cast<float*>(to) : scratch;
     for (std::size_t i = 0; i < n; i += codec.block) {
       const auto* from = static_cast<const std::uint8_t*>(codes) + (at + i) * codec.bits / 8;
       get_codes(codec.bits, from, smaller(codec.block, n - i), exponents[(at + i) / codec.block], digits,
-                static_cast<double>(divisor), scratch + i);
+                static_cast<double>(divisor), floats + i);
     }
-    narrow(dtype, scratch, n, static_cast<std::uint8_t*>(out) + at * size_of(dtype));
+    if (floats == scratch) narrow(dtype, scratch, n, to);
   }
 }
 

@@ -136,6 +136,7 @@ inline void unpack_half(const std::int32_t* half, std::int32_t* to) {
 template <int Lower, bool Divide, bool Narrower>
 inline void round_rows(const std::int32_t* top, const std::int32_t* from, double base, double unit, double divisor,
                        float* to) {
+  auto* out = unaligned<float>(to);
   DTCOMM_INDEPENDENT
   for (std::size_t j = 0; j < kRoundedBlock; ++j) {
     double sum = top[j];
@@ -147,7 +148,7 @@ inline void round_rows(const std::int32_t* top, const std::int32_t* from, double
       const auto value = __builtin_bit_cast(std::uint64_t, sum), rest = value & 0x1fffffff;
       sum = __builtin_bit_cast(double, (value - rest) | (rest ? 0x20000000U : 0U));
     }
-    to[j] = static_cast<float>(sum);
+    out[j].value = static_cast<float>(sum);
   }
 }
 
@@ -195,7 +196,7 @@ struct BlockRounding {
       for (std::size_t k = 0; k < whole; ++k) digits[k] = from[k * kRoundedBlock + j];
       if (halves % 2) digits[whole] = high[j];
       const double value = value_of_digits(digits, whole + halves % 2, bits, position, divisor);
-      to[j] = narrower ? round_to_odd(value) : static_cast<float>(value);
+      unaligned<float>(to)[j].value = narrower ? round_to_odd(value) : static_cast<float>(value);
     }
   }
 };
@@ -208,17 +209,21 @@ inline void round_digits(const SumDigits& sum, const std::int32_t* digits, std::
   alignas(kLine) float scratch[kSpan];
   for (std::size_t at = 0; at < numel; at += kSpan) {
     const std::size_t n = smaller(kSpan, numel - at);
-    for (std::size_t i = 0; i < n; i += kRoundedBlock) {  // kSpan has room for a whole last block
+    auto* const to = static_cast<std::uint8_t*>(out) + at * size_of(dtype);
+    // Blocks are written whole, so a span with an incomplete one goes through the scratch memory, which has room.
+    const bool direct = dtype == DType::f32 && n % kRoundedBlock == 0;
+    float* const floats = direct ? reinterpret_cast<float*>(to) : scratch;
+    for (std::size_t i = 0; i < n; i += kRoundedBlock) {
       const std::size_t b = (at + i) / kRoundedBlock;
       const int span = span_of(sum.tops[b], sum.lows[b]), halves = cuts.halves[span];
       if (halves == 0) {
-        __builtin_memset(scratch + i, 0, kRoundedBlock * sizeof(float));
+        __builtin_memset(floats + i, 0, kRoundedBlock * sizeof(float));
       } else {
-        round_block(digits, span, halves, position_of(sum.lows[b]), scratch + i);
+        round_block(digits, span, halves, position_of(sum.lows[b]), floats + i);
       }
       digits += halves * kHalfBlock;
     }
-    narrow(dtype, scratch, n, static_cast<std::uint8_t*>(out) + at * size_of(dtype));
+    if (!direct) narrow(dtype, scratch, n, to);
   }
 }
 

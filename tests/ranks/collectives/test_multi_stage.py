@@ -124,9 +124,28 @@ def compare_rounded_forms(rank: int, n: int) -> None:
         dtcomm.all_reduce_coalesced(parts, codec=[ROUNDED, ROUNDED, "exact"])
         assert torch.equal(bits(torch.cat(parts[:2])), bits(truth))
         assert torch.equal(parts[2], torch.full((50,), float(n), dtype=dtype))
+        rows = [x.view(60, 100) * (torch.arange(60) % (n + 1) != r)[:, None] for r, x in enumerate(inputs)]
+        sparse = rows[rank].to_sparse(1)  # each rank lacks other rows
+        dtcomm.all_reduce(sparse, codec=ROUNDED)
+        assert torch.equal(
+            bits(sparse.to_dense()), bits(sum_of([x.flatten() for x in rows])[0].view(60, 100))
+        )
         sent = inputs[0].clone() if rank == 0 else torch.empty(6000, dtype=dtype)
         dtcomm.broadcast(sent, 0, codec=ROUNDED)
         assert torch.equal(bits(sent), bits(inputs[0]))
+    inputs = adversarial("wide", n, 200_003, torch.float32)  # digits are scattered, and results gathered
+    truth, _ = sum_of(inputs)
+    for algorithm in ("auto", "ring", "hierarchical"):
+        x, y = inputs[rank].clone(), inputs[rank].clone()
+        work = dtcomm.all_reduce(x, codec=ROUNDED, algorithm=algorithm, async_op=True)
+        dtcomm.all_reduce(y, "avg", codec=ROUNDED, algorithm=algorithm)
+        work.wait()
+        assert torch.equal(bits(x), bits(truth)) and torch.equal(bits(y), bits(sum_of(inputs, n)[0])), (
+            algorithm
+        )
+    parts = [inputs[rank][:70_001].clone(), inputs[rank][70_001:].clone()]
+    dtcomm.all_reduce_coalesced(parts, codec=ROUNDED)
+    assert torch.equal(bits(torch.cat(parts)), bits(truth))
     x = torch.ones(100)
     x[3], x[5], x[7] = torch.inf, torch.inf if rank else -torch.inf, torch.nan if rank == 1 else 1.0
     dtcomm.all_reduce(x, codec=ROUNDED)
@@ -147,6 +166,14 @@ def test_unsupported_options_are_refused(rank: int, n: int) -> None:
         dtcomm.all_reduce(x, "max", codec="exact")
     with pytest.raises(ValueError, match="audit: needs a codec whose sums are exact, got exact:rounded"):
         dtcomm.all_reduce(x, codec=ROUNDED, audit=True)
+    for op in ("sum", "avg"):
+        with pytest.raises(
+            TypeError, match=r"takes float32, .*, got float64: integers of 32 bits do not hold its"
+        ):
+            dtcomm.all_reduce(x.double(), op, codec=ROUNDED)
+    duplicates = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2), (4,))
+    with pytest.raises(ValueError, match="tensor: is not coalesced, and exact:rounded=true rounds once"):
+        dtcomm.all_reduce(duplicates, codec=ROUNDED)
     with pytest.raises(ValueError, match="residual: exact:rounded=true loses nothing"):
         dtcomm.all_reduce(x, codec=ROUNDED, residual=torch.zeros(100))
     dtcomm.all_reduce(x, codec="exact")

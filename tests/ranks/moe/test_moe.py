@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from dtcomm.launch.ranks import run_ranks
 from tests.support.rank_tests import on_ranks
 
 TOKENS, FEATURES, EXPERTS = 13, 32, 12
+ROUNDED = "exact:rounded=true"
 
 
 def make_case(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -191,3 +193,38 @@ def test_invalid_arguments_are_refused(rank: int, ranks: int) -> None:
         moe.combine(tokens.new_ones(len(tokens) + 1, 2), route)
     with pytest.raises(ValueError, match="weights: expected"):
         moe.combine(tokens, route, torch.ones(3))
+
+
+def combined_rows(rank: int, ranks: int) -> torch.Tensor:
+    """Return the rounded sums and gradients of the tokens of this rank: of all 24 those that it has."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(24, 40, generator=generator) * torch.exp(9 * torch.randn(24, 40, generator=generator))
+    experts = torch.randint(0, 4, (24, 3), generator=generator)
+    weights = torch.rand(24, 3, generator=generator)
+    own = slice(rank * 24 // ranks, (rank + 1) * 24 // ranks)
+    rows, route = moe.dispatch_padded(x[own], experts[own], 4, 24, codec="none", combine_codec=ROUNDED)
+    scales = torch.linspace(-2, 3, 4)[rank * 4 // ranks : (rank + 1) * 4 // ranks, None, None]
+    outputs = (rows * scales).requires_grad_()
+    y = moe.combine_padded(outputs, route, weights[own])
+    terms = x[own, None] * torch.linspace(-2, 3, 4)[experts[own], None] * weights[own, :, None]
+    for row, token in zip(y.tolist(), terms.double().transpose(1, 2).tolist(), strict=True):
+        # The sum of three fp32 numbers of doubles, rounded twice, is the right one but for ties, which are not here.
+        assert row == torch.tensor([math.fsum(column) for column in token]).tolist()
+    y.sum().backward()
+    assert outputs.grad is not None and outputs.grad.abs().sum() > 0
+    return y.detach()
+
+
+def test_rounded_sums_of_experts_do_not_depend_on_the_ranks() -> None:
+    """Check that each token's sum is the exact one, rounded once, and that the other form refuses the codec."""
+    one, two, four = (torch.cat(run_ranks(combined_rows, ranks)) for ranks in (1, 2, 4))
+    assert torch.equal(one, two) and torch.equal(one, four)
+
+
+@on_ranks(1)
+def test_rounded_sums_need_the_padded_form(rank: int, n: int) -> None:
+    x, experts = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="combine_codec: exact:rounded=true rounds once"):
+        moe.dispatch(x, experts, 4, combine_codec=ROUNDED)
+    with pytest.raises(ValueError, match="codec: exact:rounded=true is for sums"):
+        moe.dispatch_padded(x, experts, 4, 4, codec=ROUNDED)

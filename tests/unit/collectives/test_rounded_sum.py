@@ -11,9 +11,8 @@ import torch
 import dtcomm
 from dtcomm import _C
 from dtcomm.codecs import codec
-from dtcomm.codecs.cast import RoundedExact
 from dtcomm.kernels import dispatch, local_tasks
-from dtcomm.kernels.local_tasks import LocalTask, SumRange
+from dtcomm.kernels.local_tasks import LocalTask
 
 SPEC = "exact:rounded=true"
 KINDS = ("plain", "wide", "cancelling", "subnormal", "outliers")
@@ -68,7 +67,6 @@ def sum_of(
     inputs: list[torch.Tensor], divisor: int = 1, kernel: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of all ranks, made here by the tasks of each, and the digits of the first rank."""
-    blocks = RoundedExact().blocks(inputs[0].numel())
 
     def run(task: LocalTask) -> None:
         if kernel == dispatch.REFERENCE:
@@ -79,16 +77,7 @@ def sum_of(
         else:
             task()
 
-    ranges = torch.empty(len(inputs), 2, blocks, dtype=torch.uint8)
-    for x, (tops, lows) in zip(inputs, ranges, strict=True):
-        run(local_tasks.measure_digits(x, SumRange(len(inputs), tops, lows), False))
-    agreed = SumRange(len(inputs), *ranges.amax(dim=0))
-    (count,) = agreed.count_digits()
-    digits = torch.full((len(inputs), count), -1, dtype=torch.int32)
-    for x, own in zip(inputs, digits, strict=True):
-        run(local_tasks.split_digits(agreed, x, True, own))
-    out = torch.empty_like(inputs[0])
-    run(local_tasks.round_digits(agreed, digits.sum(0, dtype=torch.int32), divisor, out))
+    out, digits = local_tasks.sum_rounded(torch.stack(inputs), divisor, run)
     return out, digits[0]
 
 
