@@ -165,8 +165,7 @@ class EpilogueTask(LocalTask):
 
     Attributes:
         native: The task of the C++ engine; None for CUDA tensors.
-        reference: Runs the task in numpy.
-        device: Runs the task in Triton.
+        reference: Runs the task in numpy, on CUDA tensors in Triton.
         codec: The codec of the sum: uncompressed.
         tensors: All tensors of the task.
         call: The tensors of the epilogue.
@@ -234,8 +233,7 @@ def _task(call: EpilogueCall) -> EpilogueTask:
 
     return EpilogueTask(
         native=_C.task_epilogue(call.out.numel(), _native(call)),
-        reference=by_reference,
-        device=lambda: _run_triton(call.out, call),
+        reference=by_reference if call.out.is_cpu else lambda: _run_triton(call.out, call),
         codec=UNCOMPRESSED,
         tensors=(call.out, call.bias, call.addend, call.weight, call.norm_out, call.codes, call.scales),
         call=call,

@@ -6,10 +6,10 @@ the sum and scatter them after it. Correctly rounded sums measure ranges of bits
 the digits' sums; they have no form for CUDA tensors. `dtcomm.collectives` makes these tasks.
 
 Every function here returns a :class:`LocalTask`. Tasks on CPU tensors run in the C++ kernels (csrc/cpu/kernels.h,
-``LocalKernels``), called directly or by the engine between two operations; with the reference kernels they run in
-numpy. Tasks on CUDA tensors run in operators of torch and never wait for the device. All give the same bits. Tensors
-are contiguous, on one device and of the right size: callers have checked them and keep them alive until the task has
-run.
+``LocalKernels``), called directly or by the engine between two operations. Tasks on CUDA tensors, and with the
+reference kernels, run in operators of torch and never wait for the device; those of rounded sums run in numpy. All give
+the same bits. Tensors are contiguous, on one device and of the right size: callers have checked them, and keep them
+alive until the task has run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.codecs.cast import RoundedExact
 from dtcomm.kernels import counter_rng, dispatch
 from dtcomm.kernels.calls import address
-from dtcomm.kernels.reference import reproducible, rounded_sum, sparse
-from dtcomm.kernels.reference.floats import Floats, canonical, get, put
+from dtcomm.kernels.reference import reproducible, rounded_sum
+from dtcomm.kernels.reference.floats import get, put
 from dtcomm.kernels.reference.reproducible import NAN_BLOCK
 from dtcomm.kernels.reference.sparse import ROUNDS, positions
 from dtcomm.streams import copy_to_device
@@ -45,15 +45,14 @@ class LocalTask:
     """One task of one rank; calling it runs it.
 
     native: what the engine runs; None for CUDA tensors.
-    reference: runs the task in numpy, for the reference kernels.
-    device: runs the task as on CUDA tensors, in operators of torch, without waiting for the device.
+    reference: runs the task without native kernels: on CUDA tensors, without waiting for the device, and for the
+        reference kernels on CPU tensors.
     codec: decides which kernels can run the task.
     tensors: all tensors of the task, kept alive with it.
     """
 
     native: _C.NativeTask | None
     reference: Callable[[], None]
-    device: Callable[[], None]
     codec: Codec
     tensors: tuple[torch.Tensor | None, ...]
 
@@ -61,7 +60,7 @@ class LocalTask:
         """Run the task in this thread. Raises ValueError if the forced kernel cannot run it."""
         first = next(tensor for tensor in self.tensors if tensor is not None)
         if self.native is None or not first.is_cpu:
-            self.device()
+            self.reference()
             return
         kernel = dispatch.kernel_for(self.codec, "tensor", first)
         if kernel == dispatch.REFERENCE:
@@ -77,12 +76,11 @@ def _task(
     *,
     native: Callable[[], _C.NativeTask],
     reference: Callable[[], None],
-    device: Callable[[], None],
 ) -> LocalTask:
     """A task; ``native`` makes what the engine runs, of CPU tensors."""
     assert tensors[0] is not None
     of_engine = native() if tensors[0].is_cpu else None
-    return LocalTask(native=of_engine, reference=reference, device=device, codec=codec, tensors=tensors)
+    return LocalTask(native=of_engine, reference=reference, codec=codec, tensors=tensors)
 
 
 def shared_key(seed: int) -> int:
@@ -100,7 +98,7 @@ def measure_exponents(
 ) -> LocalTask:
     """``exponents`` (uint8, one per block) <- the exponents of the blocks of x + residual."""
 
-    def device() -> None:
+    def reference() -> None:
         size = _rows(_tensor_sum(x, residual), codec.block).view(torch.int32) & 0x7FFFFFFF
         top = size.amax(1)
         measured = torch.where((top > 0) & (top >> 23 == 0), 1, top >> 23)
@@ -112,8 +110,7 @@ def measure_exponents(
         native=lambda: _C.task_measure_exponents(
             codec.native(), *_contribution(x, residual), exponents.data_ptr()
         ),
-        reference=lambda: _store(exponents, reproducible.measure(codec, _sum_of(x, residual))),
-        device=device,
+        reference=reference,
     )
 
 
@@ -131,13 +128,6 @@ def quantize_to_exponents(
     """
 
     def reference() -> None:
-        total, agreed = _sum_of(x, residual), exponents.numpy()
-        integers = reproducible.to_codes(codec, ranks, total, agreed)
-        _store(codes, integers)
-        if residual is not None:
-            put(residual, reproducible.lost(codec, ranks, total, integers, agreed, get(residual)))
-
-    def device() -> None:
         digits = codec.digits(ranks)
         largest = 2.0**digits - 1
         total, unit = _tensor_sum(x, residual).double(), _units(codec, digits, exponents, x.numel())
@@ -154,7 +144,6 @@ def quantize_to_exponents(
             codec.native(), ranks, *_contribution(x, residual), exponents.data_ptr(), codes.data_ptr()
         ),
         reference=reference,
-        device=device,
     )
 
 
@@ -170,13 +159,11 @@ def dequantize(
     """``out`` <- the values of the integers, divided; ``out`` stays if there is a verdict other than AUDIT_OK."""
 
     def reference() -> None:
-        if verdict is None or int(verdict) == AUDIT_OK:
-            put(out, reproducible.from_codes(codec, ranks, codes.numpy(), exponents.numpy(), divisor))
-
-    def device() -> None:
         unit = _units(codec, codec.digits(ranks), exponents, out.numel())
         values = (codes.double() * unit / divisor).float()
-        values = torch.where(_in_nan_block(codec, exponents, out.numel()), float("nan"), values).to(out.dtype)
+        values = _narrow(
+            torch.where(_in_nan_block(codec, exponents, out.numel()), float("nan"), values), out.dtype
+        )
         out.copy_(values if verdict is None else torch.where(verdict == AUDIT_OK, values, out))
 
     return _task(
@@ -194,14 +181,13 @@ def dequantize(
             address(verdict),
         ),
         reference=reference,
-        device=device,
     )
 
 
 def audit_checksums(codec: Exact, codes: torch.Tensor, sums: torch.Tensor) -> LocalTask:
     """``sums`` (int64) <- one checksum per AUDIT_RUN integers. Checksums of a sum are the sums of the checksums."""
 
-    def device() -> None:
+    def reference() -> None:
         weights = counter_rng.mix32(torch.arange(codes.numel(), device=codes.device)) * 2 + 1
         terms = weights * codes.long()
         sums.copy_(_rows(terms, AUDIT_RUN).sum(1))
@@ -210,8 +196,7 @@ def audit_checksums(codec: Exact, codes: torch.Tensor, sums: torch.Tensor) -> Lo
         codec,
         (codes, sums),
         native=lambda: _C.task_audit_checksums(codec.bits, codes.data_ptr(), codes.numel(), sums.data_ptr()),
-        reference=lambda: _store(sums, reproducible.audit(codes.numpy()).view(np.int64)),
-        device=device,
+        reference=reference,
     )
 
 
@@ -230,7 +215,7 @@ def audit_verdict(
     wrong run counts, exponents before checksums.
     """
 
-    def device() -> None:
+    def reference() -> None:
         differ = _rows((exponents != exponents_again).int(), max(1, AUDIT_RUN // codec.block)).any(1)
         runs = 2 * torch.arange(expected_sums.numel(), device=expected_sums.device)
         # A block that is larger than a run counts for the run in which it begins, as in the C++ kernel.
@@ -252,8 +237,7 @@ def audit_verdict(
             codec.block,
             verdict.data_ptr(),
         ),
-        reference=device,
-        device=device,
+        reference=reference,
     )
 
 
@@ -385,7 +369,7 @@ def _cpu_task(
         raise ValueError(
             f"codec: {ROUNDED} sums CPU tensors, and the tensor is on {tensors[0].device}; valid: exact"
         )
-    return _task(ROUNDED, tensors, native=native, reference=reference, device=reference)
+    return _task(ROUNDED, tensors, native=native, reference=reference)
 
 
 def gather_values(
@@ -405,15 +389,6 @@ def gather_values(
     """
 
     def reference() -> None:
-        taken, taken_residual, updated = sparse.gather(
-            codec, key, offset, get(x), None if residual is None else get(residual)
-        )
-        put(values, canonical(taken))
-        if residual is not None and value_residual is not None:
-            put(value_residual, taken_residual)
-            put(residual, updated)
-
-    def device() -> None:
         indices = _value_indices(codec, key, offset, x)
         floats = x.float()
         total = _tensor_sum(x, residual)
@@ -440,7 +415,6 @@ def gather_values(
             address(value_residual),
         ),
         reference=reference,
-        device=device,
     )
 
 
@@ -452,7 +426,7 @@ def scatter_values(
     ``scaled``: multiply by elements / kept elements, which makes the result an unbiased estimate.
     """
 
-    def device() -> None:
+    def reference() -> None:
         numel, layout = out.numel(), codec.layout()
         whole = numel // layout.granule
         firsts = values[: whole * layout.kept].view(whole, layout.kept)[:, 0]
@@ -467,7 +441,7 @@ def scatter_values(
         result = torch.zeros(numel, dtype=torch.float32, device=out.device)
         result.index_copy_(0, _value_indices(codec, key, offset, out), scaled_values)
         bad = _per_element(codec, torch.isnan(firsts), numel)
-        out.copy_(torch.where(bad, float("nan"), result))
+        out.copy_(_narrow(torch.where(bad, float("nan"), result), out.dtype))
 
     return _task(
         codec,
@@ -482,8 +456,7 @@ def scatter_values(
             ELEMENT_TYPES[out.dtype],
             out.data_ptr(),
         ),
-        reference=lambda: put(out, sparse.scatter(codec, key, offset, scaled, get(values), out.numel())),
-        device=device,
+        reference=reference,
     )
 
 
@@ -492,7 +465,7 @@ def restore_residual(
 ) -> LocalTask:
     """The residual at the positions that were sent <- ``value_residual``."""
 
-    def device() -> None:
+    def reference() -> None:
         residual.index_copy_(0, _value_indices(codec, key, offset, residual), value_residual)
 
     return _task(
@@ -501,20 +474,13 @@ def restore_residual(
         native=lambda: _C.task_restore_residual(
             codec.native(), key, offset, value_residual.data_ptr(), residual.numel(), residual.data_ptr()
         ),
-        reference=lambda: put(
-            residual, sparse.restore_residual(codec, key, offset, get(value_residual), get(residual))
-        ),
-        device=device,
+        reference=reference,
     )
 
 
 def _contribution(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[int, int, int, int]:
     """The arguments of a native ``Contribution``: address, dtype, residual's address, elements."""
     return x.data_ptr(), ELEMENT_TYPES[x.dtype], address(residual), x.numel()
-
-
-def _sum_of(x: torch.Tensor, residual: torch.Tensor | None) -> Floats:
-    return get(x) if residual is None else canonical(get(x) + get(residual))
 
 
 def _store(tensor: torch.Tensor, values: reproducible.Codes) -> None:
@@ -526,6 +492,11 @@ def _store(tensor: torch.Tensor, values: reproducible.Codes) -> None:
 
 def _tensor_sum(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     return x.float() if residual is None else x.float() + residual
+
+
+def _narrow(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values in a type; every NaN has the bits of torch's own, which a conversion may not keep."""
+    return values.to(dtype).masked_fill_(values.isnan(), float("nan"))
 
 
 def _rows(x: torch.Tensor, length: int) -> torch.Tensor:

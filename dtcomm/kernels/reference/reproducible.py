@@ -8,13 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dtcomm.codecs import Exact
-from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference.floats import INFINITY, NAN, Bytes, Floats, magnitude
 
 Codes: TypeAlias = npt.NDArray[Any]  # int16 or int32
 
 NAN_BLOCK = 255
-AUDIT_RUN = 4096  # integers that share a checksum
 _TYPES = {16: np.int16, 32: np.int32}
 
 
@@ -49,27 +47,10 @@ def to_codes(codec: Exact, ranks: int, x: Floats, exponents: Bytes) -> Codes:
     return np.where(_bad(codec, exponents, len(x)), 0, np.rint(t)).astype(_TYPES[codec.bits])
 
 
-def lost(codec: Exact, ranks: int, x: Floats, codes: Codes, exponents: Bytes, old: Floats) -> Floats:
-    """The quantization error of `x`; `old` in NaN blocks."""
-    units = _units(codec, codec.digits(ranks), exponents, len(x))
-    error = (x.astype(np.float64) - codes.astype(np.float64) * units).astype(np.float32)
-    return np.where(_bad(codec, exponents, len(x)), old, error)
-
-
 def from_codes(codec: Exact, ranks: int, codes: Codes, exponents: Bytes, divisor: int = 1) -> Floats:
     """The values of the integers, divided, rounded to fp32."""
     values = codes.astype(np.float64) * _units(codec, codec.digits(ranks), exponents, len(codes))
     return np.where(_bad(codec, exponents, len(codes)), NAN, (values / divisor).astype(np.float32))
-
-
-def audit(codes: Codes) -> npt.NDArray[np.uint64]:
-    """One checksum per AUDIT_RUN integers, linear in them."""
-    weights = counter_rng.mix32(np.arange(len(codes), dtype=np.uint32)).astype(np.uint64) * np.uint64(
-        2
-    ) + np.uint64(1)
-    terms = np.pad(weights * codes.astype(np.int64).view(np.uint64), (0, -len(codes) % AUDIT_RUN))
-    sums: npt.NDArray[np.uint64] = terms.reshape(-1, AUDIT_RUN).sum(axis=1, dtype=np.uint64)
-    return sums
 
 
 def _units(codec: Exact, digits: int, exponents: Bytes, n: int) -> npt.NDArray[np.float64]:

@@ -43,10 +43,12 @@ def test_tasks_of_exact_equal_the_native_ones(spec: str, dtype: torch.dtype) -> 
                 local_tasks.quantize_to_exponents(exact, 3, x, residuals[0], exponents[0], integers[0])()
                 local_tasks.dequantize(exact, 3, integers[0], exponents[0], 3, outs[0])()
                 local_tasks.audit_checksums(exact, integers[0], sums[0])()
-            local_tasks.measure_exponents(exact, x, residuals[1], exponents[1]).device()
-            local_tasks.quantize_to_exponents(exact, 3, x, residuals[1], exponents[1], integers[1]).device()
-            local_tasks.dequantize(exact, 3, integers[1], exponents[1], 3, outs[1]).device()
-            local_tasks.audit_checksums(exact, integers[1], sums[1]).device()
+            local_tasks.measure_exponents(exact, x, residuals[1], exponents[1]).reference()
+            local_tasks.quantize_to_exponents(
+                exact, 3, x, residuals[1], exponents[1], integers[1]
+            ).reference()
+            local_tasks.dequantize(exact, 3, integers[1], exponents[1], 3, outs[1]).reference()
+            local_tasks.audit_checksums(exact, integers[1], sums[1]).reference()
             for native, by_torch in (exponents, integers, sums, outs):
                 assert equal_with_nan(native, by_torch), (numel, feedback)
             assert not feedback or equal_with_nan(*residuals)  # type: ignore[arg-type]
@@ -69,12 +71,12 @@ def test_audit_verdicts_equal_the_native_ones(block: int) -> None:
         local_tasks.audit_verdict(exact, numel, sums, actual, exponents, audited_exponents, verdicts[0])()
         local_tasks.audit_verdict(
             exact, numel, sums, actual, exponents, audited_exponents, verdicts[1]
-        ).device()
+        ).reference()
         assert torch.equal(*verdicts)
         out = [torch.ones(numel), torch.ones(numel)]
         codes = torch.full((numel,), 5, dtype=exact.code_type)
         local_tasks.dequantize(exact, 2, codes, exponents, 1, out[0], verdicts[0])()
-        local_tasks.dequantize(exact, 2, codes, exponents, 1, out[1], verdicts[1]).device()
+        local_tasks.dequantize(exact, 2, codes, exponents, 1, out[1], verdicts[1]).reference()
         assert torch.equal(*out) and bool((out[0] == 1).all()) == (at is not None)
 
 
@@ -96,9 +98,9 @@ def test_tasks_of_shared_positions_equal_the_native_ones(ratio: float, dtype: to
                 )()
                 local_tasks.gather_values(
                     randk, key, offset, x, residuals[1], values[1], value_residuals[1] if feedback else None
-                ).device()
+                ).reference()
                 local_tasks.scatter_values(randk, key, offset, not feedback, values[0], outs[0])()
-                local_tasks.scatter_values(randk, key, offset, not feedback, values[1], outs[1]).device()
+                local_tasks.scatter_values(randk, key, offset, not feedback, values[1], outs[1]).reference()
                 assert (
                     equal_with_nan(*values) and equal_with_nan(*value_residuals) and equal_with_nan(*outs)
                 ), (numel, feedback)
@@ -107,5 +109,5 @@ def test_tasks_of_shared_positions_equal_the_native_ones(ratio: float, dtype: to
                     local_tasks.restore_residual(randk, key, offset, value_residuals[0] + 1, residuals[0])()
                     local_tasks.restore_residual(
                         randk, key, offset, value_residuals[1] + 1, residuals[1]
-                    ).device()
+                    ).reference()
                     assert equal_with_nan(residuals[0], residuals[1])
