@@ -72,26 +72,31 @@ class Seal:
     def __init__(self, key: bytes, sender: bytes, number: int = 0) -> None:
         self._key, self._sender, self._number = key, sender, number
 
+    def head(self, *body: Any) -> bytes:
+        """Return what stands before a message, which is given in parts."""
+        return HEAD.pack(sum(map(len, body)), prove(self._key, *self._next(body)))
+
+    def check(self, proof: bytes, *body: Any) -> None:
+        """PermissionError if the sender of a message, which is given in the same parts, has another key."""
+        if not is_proof(proof, self._key, *self._next(body)):
+            raise PermissionError
+
     def close(self, message: dict[str, Any]) -> bytes:
         """Return the bytes of a message."""
         body = json.dumps(message).encode()
-        return HEAD.pack(len(body), self._proof(body)) + body
+        return self.head(body) + body
 
     def open(self, proof: bytes, body: bytes) -> dict[str, Any]:
         """Return the message; PermissionError if the sender has another key, ValueError if it is no JSON object."""
-        number = struct.pack("<Q", self._number)
-        self._number += 1
-        if not is_proof(proof, self._key, self._sender, number, body):
-            raise PermissionError
+        self.check(proof, body)
         message = json.loads(body)
         if not isinstance(message, dict):
             raise ValueError(f"expected an object, got {type(message).__name__}")
         return message
 
-    def _proof(self, body: bytes) -> bytes:
-        number = struct.pack("<Q", self._number)
+    def _next(self, body: tuple[Any, ...]) -> tuple[Any, ...]:
         self._number += 1
-        return prove(self._key, self._sender, number, body)
+        return self._sender, struct.pack("<Q", self._number - 1), *body
 
 
 def split_head(head: bytes) -> tuple[int, bytes]:

@@ -138,7 +138,7 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
         }
         return {**_describe(patch), **tensors}
     source = stores.open_store(options.source)
-    releases = stores.read_index(stores.read_store_index(source))
+    releases = stores.read_index(source.index())
     return {
         f"version {each.version}": {"base": each.base, "patches": len(each.parts), "bytes": each.size}
         for each in sorted(releases, key=lambda each: (each.version, each.base is None))

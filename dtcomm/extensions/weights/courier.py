@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,30 @@ from torch import nn
 
 from dtcomm.arguments import require_int
 from dtcomm.cli import show_progress
-from dtcomm.errors import CollectiveTimeout, DtcommError
-from dtcomm.extensions.weights import store as stores
-from dtcomm.extensions.weights.patch import (
-    HEAD_BYTES,
-    Patch,
-    Slice,
-    State,
-    Weights,
-    checksum,
-    diff,
-    on_cpu,
-    slices_of,
-)
-from dtcomm.extensions.weights.store import INDEX, MemoryStore, MissingFile, Release, Server, Store
+from dtcomm.errors import CollectiveTimeout, DtcommError, PayloadCorrupt
+from dtcomm.extensions.weights.files import INDEX, Files, Index, MissingFile, Release, Store, route
+from dtcomm.extensions.weights.patch import HEAD_BYTES, Patch, PatchRefused, Weights, diff
+from dtcomm.extensions.weights.slices import Slice, State, checksum, on_cpu, slices_of
+from dtcomm.extensions.weights.store import Server, open_store
 
-_log = logging.getLogger("dtcomm")
+# A version is divided into up to this many parts, so that they are encoded, sent and received at one time.
+_PARTS, _LEAST_PART = 64, 2 << 20
 _POLL_SECONDS = 0.05
 
 
-class Publisher:
+class _Reports:
+    _report: dict[str, Any]
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures of the last call, of all ranks: bytes, share changed, bits per change, seconds."""
+        return dict(self._report)
+
+    def log(self, logger: Callable[[dict[str, float]], object]) -> None:
+        """Pass the figures to ``logger``, such as ``wandb.log``, by names that begin with ``weights/``."""
+        logger({f"weights/{name}": float(value) for name, value in self._report.items()})
+
+
+class Publisher(_Reports):
     """Publishes the weights of a trainer: a version is what changed since the one before, and sometimes all of it.
 
     Each rank of the group publishes its own shards; no rank gathers the model. What several ranks hold is published
@@ -51,7 +54,7 @@ class Publisher:
         anchor_every: Each so many versions are published whole, too, for receivers that come late.
         keep: How many of these whole versions stay, and the changes since the first of them.
         group: The ranks of the trainer; None: all, or this process alone where torch.distributed is not used.
-        part_bytes: Bytes of weights in one patch.
+        part_bytes: Bytes of weights in one patch at most. Patches are sent while the next ones are encoded.
         threads: Threads that encode; 0: as many as torch uses.
         progress: Whether to show a line of progress on a terminal.
     """
@@ -81,19 +84,13 @@ class Publisher:
                 "store=None: expected a folder or URL; only a single rank with listen= needs none"
             )
         self._weights, self._model, self._dtype, self._threads = weights, model, dtype, threads
-        self._store = MemoryStore() if store is None else stores.open_store(store)
-        self._anchor_every, self._keep, self._part_bytes, self._shows = (
-            anchor_every,
-            keep,
-            part_bytes,
-            progress,
-        )
-        self._run = os.urandom(4).hex()
+        self._store = Store() if store is None else open_store(store)
+        self._anchor_every, self._keep, self._part_bytes = anchor_every, keep, part_bytes
+        self._shows = progress
         self._old: dict[str, Slice] | None = None  # what was published last, by this rank
         self._sums: dict[str, int] = {}
-        self._since_anchor, self._report = 0, dict[str, Any]()
-        index = stores.read_index(stores.read_store_index(self._store))
-        self.version = stores.newest(index)
+        self._since_anchor, self._report = 0, {}
+        self.version = Index.read(self._store.index()).newest
         self._owned = self._find_owned()
         self.server = Server(self._store, listen) if listen is not None and self._rank == 0 else None
 
@@ -112,29 +109,36 @@ class Publisher:
         version = self.version + 1 if version is None else version
         require_int("version", version, self.version + 1)
         begun, olds = time.perf_counter(), self._old
+        base = self.version if olds is not None else None
         is_anchor = olds is None or self._since_anchor + 1 >= self._anchor_every
         # Until the version is complete, what this rank holds as the last one may be a mixture.
         self._old, report = None, dict.fromkeys(("bytes", "weights_bytes", "elements", "changed"), 0)
         releases: list[list[tuple[str, int]]] = [[], []]  # changes, whole weights
-        error = ""
+        error, run, announced = "", os.urandom(4).hex(), 0.0  # a name is not used again after a failure
+
+        def put(number: int, olds: dict[str, Slice] | None, news: dict[str, Slice]) -> None:
+            patch = diff(olds, news, base=self.version, version=version, model=self._model, threads=self._threads,
+                         checksums=self._sums)  # fmt: skip
+            name = f"{version}.{self._rank}.{number}.{run}.{'full' if olds is None else 'delta'}"
+            self._store.put(name, patch)
+            releases[olds is None].append((name, len(patch)))
+            if base is None or olds is not None:
+                entries = Patch.read(patch, head_only=True).entries
+                report["changed"] += sum(each.changed for each in entries) if olds is not None else 0
+                report["bytes"] += len(patch)
+
         try:
+            before = Index.read(self._store.index()).releases
             news = {name: part for name, part in self._slices().items() if name in self._owned}
-            kept = {} if olds is None else olds
-            for number, names in enumerate(self._parts(news)):
+            kept, parts = {} if olds is None else olds, list(self._parts(news))
+            for number, names in enumerate(parts):
                 show_progress(f"version {version}: part {number + 1}") if self._shows else None
                 part = {name: self._cast(news[name]) for name in names}
-                if olds is not None:
-                    before = {name: olds[name] for name in names}
-                    patch = diff(before, part, base=self.version, version=version, model=self._model,
-                                 threads=self._threads, checksums=self._sums)  # fmt: skip
-                    releases[0].append(self._put(f"{version}.{self._rank}.{number}.{self._run}.delta", patch))
-                    for entry in Patch.read(patch, head_only=True).entries:
-                        report["changed"] += entry.changed
-                    report["bytes"] += len(patch)
-                if is_anchor:
-                    patch = diff(None, part, version=version, model=self._model, checksums=self._sums)
-                    releases[1].append(self._put(f"{version}.{self._rank}.{number}.{self._run}.full", patch))
-                    report["bytes"] += len(patch) if olds is None else 0
+                put(number, None if olds is None else {name: olds[name] for name in names}, part)
+                if self._rank == 0 and time.monotonic() >= announced + self._store.poll_s:
+                    opened = Release(version, base, tuple(releases[base is None]))
+                    self._store.put(INDEX, Index(before, opened).write())
+                    announced = time.monotonic()
                 for name, each in part.items():
                     if name in kept:
                         kept[name].tensor.copy_(each.tensor)
@@ -142,6 +146,8 @@ class Publisher:
                         kept[name] = each._replace(tensor=each.tensor.clone())
                     report["elements"] += each.tensor.numel()
                     report["weights_bytes"] += each.tensor.nbytes
+            for number, names in enumerate(parts if is_anchor and olds is not None else ()):
+                put(number, None, {name: kept[name] for name in names})
         except (DtcommError, OSError, ValueError, RuntimeError) as caught:
             if not self._is_one_of_many:
                 raise
@@ -149,9 +155,8 @@ class Publisher:
         gathered = self._gather((error, releases, report))
         if errors := [each[0] for each in gathered if each[0]]:
             raise DtcommError(f"version {version} was not published: {'; '.join(errors)}")
-        base = self.version if olds is not None else None
         if self._rank == 0:
-            self._write_index(version, base, [each[1] for each in gathered])
+            self._write_index(version, base, before, [each[1] for each in gathered])
         self._gather(None)  # the index is there when the call returns
         show_progress() if self._shows else None
         self._old, self.version = kept, version
@@ -164,14 +169,6 @@ class Publisher:
             "diff_s": time.perf_counter() - begun,
         }
         return version
-
-    def report(self) -> dict[str, Any]:
-        """Return the figures of the last version, of all ranks: bytes, share changed, bits per change, seconds."""
-        return dict(self._report)
-
-    def log(self, logger: Callable[[dict[str, float]], object]) -> None:
-        """Pass the figures to ``logger``, such as ``wandb.log``, by names that begin with ``weights/``."""
-        logger({f"weights/{name}": float(value) for name, value in self._report.items()})
 
     def close(self) -> None:
         """Stop serving."""
@@ -189,10 +186,12 @@ class Publisher:
         return part._replace(tensor=on_cpu(tensor))
 
     def _parts(self, slices: Mapping[str, Slice]) -> Iterator[list[str]]:
+        whole = sum(part.tensor.nbytes for part in slices.values())
+        most = min(self._part_bytes, max(_LEAST_PART, whole // _PARTS))
         names: list[str] = []
         size = 0
         for name, part in slices.items():
-            if names and size + part.tensor.nbytes > self._part_bytes:
+            if names and size + part.tensor.nbytes > most:
                 yield names
                 names, size = [], 0
             names.append(name)
@@ -228,15 +227,14 @@ class Publisher:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def _put(self, name: str, patch: bytes) -> tuple[str, int]:
-        self._store.put(name, patch)
-        return name, len(patch)
-
     def _write_index(
-        self, version: int, base: int | None, of_ranks: list[list[list[tuple[str, int]]]]
+        self,
+        version: int,
+        base: int | None,
+        before: tuple[Release, ...],
+        of_ranks: list[list[list[tuple[str, int]]]],
     ) -> None:
         """Add a version to the index, delete what no receiver needs any more, and what no index names."""
-        before = stores.read_index(stores.read_store_index(self._store))
         releases = list(before)
         for kind, its_base in enumerate((base, None)):
             if parts := tuple(part for of_rank in of_ranks for part in of_rank[kind]):
@@ -244,13 +242,13 @@ class Publisher:
         anchors = sorted(each.version for each in releases if each.base is None)
         oldest = anchors[-self._keep :][0]
         kept = [each for each in releases if (each.version if each.base is None else each.base) >= oldest]
-        self._store.put(INDEX, stores.write_index(kept))
+        self._store.put(INDEX, Index(tuple(kept)).write())
         named = {name for each in kept for name, _ in each.parts}
         for name in {name for each in before for name, _ in each.parts} - named:
             self._store.delete(name)
 
 
-class Subscriber:
+class Subscriber(_Reports):
     """Keeps the weights of an engine at the newest version.
 
     Args:
@@ -286,9 +284,10 @@ class Subscriber:
         else:
             state = weights.state_dict() if isinstance(weights, nn.Module) else weights
             self.weights = Weights(state, version=version, buffers=buffers, model=model)
-        self._source = stores.open_store(source, connections=connections, timeout_s=timeout_s)
+        self._source = open_store(source, connections=connections, timeout_s=timeout_s)
         self._timeout_s, self._pause, self._shows = timeout_s, pause, progress
-        self._report: dict[str, Any] = {}
+        self._ahead: dict[str, Patch] = {}  # parts of a version that is not complete, and what they take
+        self._totals, self._seconds, self._report = dict[str, int](), dict[str, float](), {}
 
     @property
     def version(self) -> int | None:
@@ -313,90 +312,83 @@ class Subscriber:
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         if self.weights.interrupted is not None:
             self.weights.commit(self.weights.interrupted)
-        index, totals = b"", dict.fromkeys(("bytes", "weights_bytes", "elements", "changed"), 0)
-        seconds = dict.fromkeys(("receive_s", "check_s", "pause_s"), 0.0)
+        self._ahead, self._totals = {}, dict.fromkeys(("bytes", "weights_bytes", "elements", "changed"), 0)
+        self._seconds = dict.fromkeys(("receive_s", "check_s", "pause_s"), 0.0)
+        index = Index.read(self._source.index())
         while True:
-            waits = at_least is not None and (self.version is None or self.version < at_least)
-            wait_s = max(0.0, deadline - time.monotonic()) if index and waits else 0.0
-            index = stores.read_store_index(self._source, index, wait_s)
-            releases = stores.read_index(index)
             try:
-                if self.version is None and releases:
-                    self._adopt(releases)
-                for release in stores.route(releases, self.version):
-                    self._apply(release, totals, seconds)
+                if self.version is None and index.releases:
+                    self._adopt(index.releases)
+                for release in route(index.releases, self.version):
+                    self._apply(release)
+                if at_least is None or (self.version is not None and self.version >= at_least):
+                    break
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise CollectiveTimeout(
+                        f"version {at_least} was not published in time; the newest is {self.version}"
+                    )
+                index = self._receive(self._source.follow(index, left), follows=True) or index
             except MissingFile:  # it was deleted after the index was read
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_POLL_SECONDS)
-                index = b""
-                continue
-            if at_least is None or (self.version is not None and self.version >= at_least):
-                break
-            if time.monotonic() >= deadline:
-                raise CollectiveTimeout(
-                    f"version {at_least} was not published in time; the newest is {self.version}"
-                )
-            time.sleep(0 if index else _POLL_SECONDS)
-        self._report = {
-            "version": -1 if self.version is None else self.version,
-            **totals,
-            **_ratios(totals),
-            **seconds,
-        }
+                self._ahead, index = {}, Index.read(self._source.index())
+        version = -1 if self.version is None else self.version
+        self._report = {"version": version, **self._totals, **_ratios(self._totals), **self._seconds}
         return self.version
-
-    def report(self) -> dict[str, Any]:
-        """Return the figures of the last `update`: bytes, share changed, seconds of receive, check and pause."""
-        return dict(self._report)
-
-    def log(self, logger: Callable[[dict[str, float]], object]) -> None:
-        """Pass the figures to ``logger``, such as ``wandb.log``, by names that begin with ``weights/``."""
-        logger({f"weights/{name}": float(value) for name, value in self._report.items()})
 
     def close(self) -> None:
         """End the connections."""
-        if isinstance(self._source, stores.RemoteStore):
-            self._source.close()
+        self._source.close()
 
     def _adopt(self, releases: tuple[Release, ...]) -> None:
         """Take the number of a version that the weights have already, by its checksums alone."""
         for release in sorted(releases, key=lambda each: (each.version, each.base is None), reverse=True):
-            names = [name for name, _ in release.parts]
-            starts = self._fetch([(name, HEAD_BYTES) for name in names])
-            sizes = [HEAD_BYTES + int.from_bytes(start[8:12], "little") for start in starts]
-            heads = [
-                Patch.read(head, head_only=True) for head in self._fetch(list(zip(names, sizes, strict=True)))
-            ]
-            if self.weights.adopt(heads):
+            starts = self._source.fetch((name, HEAD_BYTES) for name, _ in release.parts)
+            sizes = [(name, HEAD_BYTES + int.from_bytes(start[8:12], "little")) for name, start in starts]
+            if self.weights.adopt(
+                [Patch.read(head, head_only=True) for _, head in self._source.fetch(sizes)]
+            ):
                 return
 
-    def _apply(self, release: Release, totals: dict[str, int], seconds: dict[str, float]) -> None:
-        begun = time.perf_counter()
+    def _apply(self, release: Release) -> None:
         if self._shows:
             show_progress(f"version {release.version}: {release.size / 1e6:.0f} MB")
-        patches = self._fetch(release.parts)
+        ahead = {name: len(patch.data) for name, patch in self._ahead.items()}
+        self._receive(self._source.fetch(part for part in release.parts if ahead.get(part[0]) != part[1]))
         show_progress() if self._shows else None
         received = time.perf_counter()
-        prepared = self.weights.prepare(patches)
-        checked = time.perf_counter()
+        prepared = self.weights.prepare([self._ahead[name] for name, _ in release.parts])
+        self._seconds["check_s"] += time.perf_counter() - received
         with self._pause():
             before = time.perf_counter()
             self.weights.commit(prepared)
-            seconds["pause_s"] += time.perf_counter() - before
-        seconds["receive_s"] += received - begun
-        seconds["check_s"] += checked - received
-        totals["bytes"] += release.size
+            self._seconds["pause_s"] += time.perf_counter() - before
+        self._ahead = {}
+        self._totals["bytes"] += release.size
         for entry in (entry for patch in prepared.patches for entry in patch.entries):
-            count = entry.numel
-            totals["elements"] += count
-            totals["weights_bytes"] += count * getattr(torch, entry.dtype).itemsize
-            totals["changed"] += entry.changed if release.base is not None else 0
+            self._totals["elements"] += entry.numel
+            self._totals["weights_bytes"] += entry.numel * getattr(torch, entry.dtype).itemsize
+            self._totals["changed"] += entry.changed if release.base is not None else 0
 
-    def _fetch(self, files: Sequence[tuple[str, int]]) -> list[bytearray]:
-        if isinstance(self._source, stores.RemoteStore):
-            return self._source.fetch_all(files)
-        return [bytearray(self._source.get(name, 0, size)) for name, size in files]
+    def _receive(self, files: Files, *, follows: bool = False) -> Index | None:
+        """Check patches while others are received, and return the index if one comes.
+
+        What follows an index is not published yet: if it is wrong, it is received again once it is.
+        """
+        begun = None if follows else time.perf_counter()
+        for name, data in files:
+            now = time.perf_counter()
+            self._seconds["receive_s"] += now - (begun or now)
+            if name == INDEX:
+                return Index.read(bytes(data))
+            with contextlib.suppress(*((PatchRefused, PayloadCorrupt) if follows else ())):
+                patch = Patch.read(data)
+                self.weights.check(patch)
+                self._ahead[name] = patch
+            begun = time.perf_counter()
+            self._seconds["check_s"] += begun - now
+        return None
 
 
 def _ratios(totals: Mapping[str, int]) -> dict[str, float]:

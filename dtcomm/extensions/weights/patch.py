@@ -17,16 +17,16 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dtcomm import _C
 from dtcomm.errors import DtcommError, PayloadCorrupt
-from dtcomm.extensions.weights import codec
+from dtcomm.extensions.weights import codec, slices
+from dtcomm.extensions.weights.slices import Slice as Slice
+from dtcomm.extensions.weights.slices import State, bytes_of, checksum, on_cpu, slices_of
 from dtcomm.kernels import ops
 from dtcomm.system import printable
 
@@ -35,7 +35,6 @@ _MAGIC, _FORMAT, _ALIGN, _LARGEST, _MOST_DIMS = b"dtpatch1", 1, 16, 2**62, 64
 HEAD_BYTES = _HEAD.size
 _DTYPES = {str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _CODED = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
-_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 
 
 class PatchRefused(DtcommError):
@@ -43,23 +42,6 @@ class PatchRefused(DtcommError):
 
     The message names the versions and the tensor.
     """
-
-
-class Slice(NamedTuple):
-    """A part of a tensor: what a rank holds of it.
-
-    Attributes:
-        tensor: The part.
-        shape: The shape of the whole tensor.
-        offset: Where the part begins in it, one index for each dimension.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-
-State: TypeAlias = Mapping[str, "Tensor | Slice"]
 
 
 class Entry(NamedTuple):
@@ -97,7 +79,7 @@ class Entry(NamedTuple):
             raise ValueError(f"{self.coding} with {self.size} bytes")
 
     @property
-    def box(self) -> _Box:
+    def box(self) -> slices.Box:
         return self.offset, self.shape
 
     @property
@@ -298,13 +280,13 @@ class Prepared:
     Attributes:
         version: Its number.
         patches: Its patches.
-        kept: The new values, by patch and entry, where there is a second buffer.
+        kept: The new values of each patch's entries, where there is a second buffer.
         started: Whether bytes have been changed.
     """
 
     version: int
     patches: list[Patch]
-    kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    kept: list[list[Tensor | None]]
     started: bool = False
 
 
@@ -333,6 +315,8 @@ class Weights:
         self._is_resumed = False
         self._layout: set[tuple[Any, ...]] = set()
         self._whole: dict[tuple[Any, ...], Tensor] = {}  # shards of which these weights hold a part
+        self._ahead: dict[int, tuple[Patch, list[Tensor | None]]] = {}  # what was checked, by id
+        self._room = torch.empty(0, dtype=torch.uint8)
 
     def prepare(self, patches: Sequence[bytes | bytearray | memoryview | Patch]) -> Prepared:
         """Check that the patches are all that make a version of these weights; changes nothing.
@@ -354,13 +338,27 @@ class Weights:
             )
         self._require_order(read)
         self._require_layout(read)
-        prepared = Prepared(read[0].version, read)
-        for number, patch in enumerate(read):
-            for index in range(len(patch.entries)):
-                result = self._checked(patch, index)
-                if self.buffers == 2 and result is not None:
-                    prepared.kept[number, index] = result
-        return prepared
+        for patch in read:
+            self.check(patch)
+        return Prepared(read[0].version, read, [self._ahead[id(patch)][1] for patch in read])
+
+    def check(self, patch: Patch) -> None:
+        """Check one of the patches of a version before the others are there, for `prepare`; changes nothing.
+
+        Args:
+            patch: The patch.
+
+        Raises:
+            PatchRefused: It does not fit these weights.
+            PayloadCorrupt: It is damaged.
+        """
+        if id(patch) not in self._ahead:
+            self._require_order([patch])
+            self._require_names([patch])
+            self._ahead[id(patch)] = (
+                patch,
+                [self._checked(patch, index) for index in range(len(patch.entries))],
+            )
 
     def commit(self, prepared: Prepared) -> int:
         """Write a version into the weights.
@@ -381,10 +379,10 @@ class Weights:
         self._is_resumed, written = resumed, set[Any]()
         for number, patch in enumerate(prepared.patches):
             for index in range(len(patch.entries)):
-                self._write(patch, index, prepared.kept.get((number, index)), written)
+                self._write(patch, index, prepared.kept[number][index], written)
         self._layout = _layout(prepared.patches)
         self.version, self.interrupted = prepared.version, None
-        prepared.kept.clear()
+        self._ahead.clear()
         return prepared.version
 
     def adopt(self, heads: Sequence[Patch]) -> bool:
@@ -429,34 +427,39 @@ class Weights:
             raise PatchRefused(
                 f"{first}, tensor {name!r}: its shards are others than in version {self.version}"
             )
-        boxes: dict[str, list[_Box]] = {}
-        for entry in entries:
-            part = self.slices.get(entry.name)
-            if part is None:
-                raise PatchRefused(
-                    f"{first}, tensor {printable(entry.name)!r}: the weights have no such tensor"
-                )
-            dtype = str(part.tensor.dtype).removeprefix("torch.")
-            if (entry.dtype, entry.full_shape) != (dtype, tuple(part.shape)):
-                raise PatchRefused(
-                    f"{first}, tensor {printable(entry.name)!r}: it is {entry.dtype} {list(entry.full_shape)}, and"
-                    f" {dtype} {list(part.shape)} in the weights"
-                )
-            if shared := _overlap(entry.box, _box(part)):
-                boxes.setdefault(entry.name, []).append(shared)
+        boxes = self._require_names(patches)
         for name in {entry.name for entry in entries}:
             covered = sum(math.prod(shape) for _, shape in boxes.get(name, ()))
-            if covered != self.slices[name].tensor.numel() or _any_overlap(boxes.get(name, ())):
+            if covered != self.slices[name].tensor.numel() or slices.any_overlap(boxes.get(name, ())):
                 raise PatchRefused(
                     f"{first}, tensor {printable(name)!r}: give each patch of a version once; its shards are not"
                     " the whole tensor"
                 )
 
+    def _require_names(self, patches: Sequence[Patch]) -> dict[str, list[slices.Box]]:
+        """Refuse other names, shapes and dtypes, and return by name which boxes of the weights are in the patches."""
+        boxes: dict[str, list[slices.Box]] = {}
+        for patch, entry in ((each, entry) for each in patches for entry in each.entries):
+            part = self.slices.get(entry.name)
+            if part is None:
+                raise PatchRefused(
+                    f"{patch}, tensor {printable(entry.name)!r}: the weights have no such tensor"
+                )
+            dtype = str(part.tensor.dtype).removeprefix("torch.")
+            if (entry.dtype, entry.full_shape) != (dtype, tuple(part.shape)):
+                raise PatchRefused(
+                    f"{patch}, tensor {printable(entry.name)!r}: it is {entry.dtype} {list(entry.full_shape)}, and"
+                    f" {dtype} {list(part.shape)} in the weights"
+                )
+            if shared := slices.overlap(entry.box, slices.box_of(part)):
+                boxes.setdefault(entry.name, []).append(shared)
+        return boxes
+
     def _view(self, entry: Entry) -> Tensor | None:
         """Return the weights that belong to a shard; None if there are none."""
         part = self.slices[entry.name]
-        box = _overlap(entry.box, _box(part))
-        return None if box is None else _inside(part.tensor, box, part.offset)
+        box = slices.overlap(entry.box, slices.box_of(part))
+        return None if box is None else slices.inside_of(part.tensor, box, part.offset)
 
     def _base(self, entry: Entry, inside: Tensor) -> Tensor | None:
         """Return a shard's values on the CPU; None if these weights hold a part and no whole version came yet."""
@@ -464,12 +467,12 @@ class Weights:
 
     def _shared(self, entry: Entry, shard: Tensor) -> Tensor:
         """Return the part of a shard's values that this process holds."""
-        box = _overlap(entry.box, _box(self.slices[entry.name]))
+        box = slices.overlap(entry.box, slices.box_of(self.slices[entry.name]))
         assert box is not None
-        return _inside(shard, box, entry.offset)
+        return slices.inside_of(shard, box, entry.offset)
 
     def _checked(self, patch: Patch, index: int) -> Tensor | None:
-        """Return the new values of a shard after all checks, or None if this process holds nothing of it."""
+        """Make all checks of a shard, and return its new values if there is a second buffer."""
         entry = patch.entries[index]
         inside, where = self._view(entry), f"{patch}, tensor {printable(entry.name)!r}"
         if inside is None:
@@ -483,14 +486,25 @@ class Weights:
             if (found := checksum(base)) != entry.base_crc:
                 again = " but those of the new one" if found == entry.crc else ""
                 raise PatchRefused(f"{where}: the weights have not the bytes of version {patch.base}{again}")
-        result = torch.empty(entry.shape, dtype=inside.dtype)
+        result = (
+            torch.empty(entry.shape, dtype=inside.dtype)
+            if self.buffers == 2
+            else self._scratch(entry, inside)
+        )
         try:
             patch.decode(index, result if base is None else base, result)
         except (PayloadCorrupt, ValueError) as error:
             raise PayloadCorrupt(f"{where}: {error}") from None
         if checksum(result) != entry.crc:
             raise PayloadCorrupt(f"{where}: the payload makes other bytes than were published")
-        return result
+        return result if self.buffers == 2 else None
+
+    def _scratch(self, entry: Entry, like: Tensor) -> Tensor:
+        """Return memory for the values of a shard, the same each time: new memory is slow at first."""
+        size = entry.numel * like.element_size()
+        if self._room.numel() < size:
+            self._room = torch.empty(size, dtype=torch.uint8)
+        return self._room[:size].view(like.dtype).view(entry.shape)
 
     def _write(self, patch: Patch, index: int, kept: Tensor | None, written: set[Any]) -> None:
         """Write the new values of a shard, unless an interrupted call or a name of the same memory did so."""
@@ -537,45 +551,6 @@ def apply(
     return receiver.commit(receiver.prepare(patches))
 
 
-def slices_of(weights: Tensor | State) -> dict[str, Slice]:
-    """Return by name what this process holds of each tensor; a single tensor has the name ``""``."""
-    named: State = {"": weights} if isinstance(weights, Tensor) else weights
-    slices = {}
-    for name, value in named.items():
-        if isinstance(value, DTensor):
-            sharded: Any = value.detach()
-            local, boxes = sharded.to_local(), sharded.__create_chunk_list__()
-            if (
-                len(boxes) != 1
-                or tuple(boxes[0].sizes) != tuple(local.shape)
-                or any(placement.is_partial() for placement in value.placements)
-            ):
-                raise ValueError(
-                    f"tensor {name!r}: {value.placements}: expected one box of the tensor on each rank"
-                )
-            slices[name] = Slice(local, tuple(value.shape), tuple(boxes[0].offsets))
-        elif isinstance(value, Tensor):
-            slices[name] = Slice(value.detach(), tuple(value.shape), (0,) * value.dim())
-        elif isinstance(value, Slice):
-            slices[name] = value
-    return slices
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return the CRC32C of the bytes of a contiguous CPU tensor."""
-    return _C.crc32c(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else 0
-
-
-def on_cpu(tensor: Tensor) -> Tensor:
-    """Return the tensor if it is contiguous and on the CPU, else such a copy."""
-    return tensor.detach().to("cpu").contiguous()
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, in its memory."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 def _coded(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor as the codec takes it: bytes, where it does not know the dtype."""
     return tensor.view(-1) if tensor.dtype in _CODED else bytes_of(tensor)
@@ -595,40 +570,6 @@ def _require_alike(old: Mapping[str, Slice], new: Mapping[str, Slice]) -> None:
 
 def _layout(patches: Sequence[Patch]) -> set[tuple[Any, ...]]:
     return {entry.layout for patch in patches for entry in patch.entries}
-
-
-def _box(part: Slice) -> _Box:
-    return part.offset, tuple(part.tensor.shape)
-
-
-def _overlap(one: _Box, other: _Box) -> _Box | None:
-    """Return what two boxes share; None if nothing."""
-    if one == other:
-        return one
-    begin = tuple(map(max, one[0], other[0]))
-    shape = tuple(
-        min(at + extent, to + size) - start
-        for at, extent, to, size, start in zip(*one, *other, begin, strict=True)
-    )
-    return (begin, shape) if all(size > 0 for size in shape) else None
-
-
-def _any_overlap(boxes: Sequence[_Box]) -> bool:
-    ordered = sorted(boxes)  # by their first index, so that most pairs are skipped
-    for number, box in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if box[0] and other[0][0] >= box[0][0] + box[1][0]:
-                break
-            if _overlap(box, other):
-                return True
-    return False
-
-
-def _inside(tensor: Tensor, box: _Box, origin: Sequence[int]) -> Tensor:
-    """Return the view of a box of a tensor that begins at ``origin``."""
-    for dim, (at, size, start) in enumerate(zip(*box, origin, strict=True)):
-        tensor = tensor.narrow(dim, at - start, size)
-    return tensor
 
 
 def _aligned(size: int) -> int:

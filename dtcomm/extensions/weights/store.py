@@ -1,29 +1,43 @@
-"""Where versions lie: stores of files that are written whole, an index that is written last, and a server of a store.
+"""A server of a store, and the store that its callers see.
 
-A store has `put`, `get`, `list` and `delete`. A file is never changed; only the index is replaced. A `Server` lets
-others read a store over TCP, a `RemoteStore` is what they read. Both prove that they know DTCOMM_SECRET, and each
-message has an HMAC; nothing is encrypted.
+Both prove that they know DTCOMM_SECRET, and each message has an HMAC; nothing is encrypted.
+
+A version that is being published is named in the index as open, with its parts so far. Whoever has the version before
+asks a server for its pieces by number, ahead of time; the server answers as soon as it has them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import itertools
 import json
 import logging
-import re
+import math
+import queue
 import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from dtcomm.errors import DtcommError, PayloadCorrupt, PeerLost
+from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.extensions.elastic.protocol import HEAD, Seal, parse_address
+from dtcomm.extensions.weights.files import (
+    INDEX,
+    NAME,
+    DirectoryStore,
+    Files,
+    Index,
+    MissingFile,
+    ObjectStore,
+    Release,
+    Store,
+    read_index,
+)
 from dtcomm.runtime import emulated_link
 from dtcomm.runtime.bootstrap.tcp import (
     NONCE_BYTES,
@@ -35,190 +49,16 @@ from dtcomm.runtime.bootstrap.tcp import (
     secret,
     warn_of_caller,
 )
-from dtcomm.system import printable, write_file
+from dtcomm.system import printable
 
 _log = logging.getLogger("dtcomm")
-INDEX = "index.json"
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
-_MAGIC, _HEAD = (
-    b"dtweigh1",
-    struct.Struct(f"<IB{PROOF_BYTES}s"),
-)  # of a message: bytes, whether it is an error, HMAC
-_CLIENT, _SERVER = b"client", b"server"
-# Bytes of a piece, pieces that a connection asks for at once, bytes of a request.
-_LEAST_PIECE, _PIECE, _WINDOW, _MOST_REQUEST = 64 << 10, 1 << 20, 8, 1 << 12
-_SERVER_POLL_SECONDS = 0.01
-_POLL_SECONDS, _HELLO_SECONDS, _RETRY_SECONDS, _LONGEST_WAIT = 0.05, 2.0, 0.25, 20.0
-_MOST_CALLERS = 1024
-
-
-class MissingFile(DtcommError):
-    """A store has no such file: it never had, or the version is so old that it was deleted."""
-
-
-@dataclass(frozen=True)
-class Release:
-    """One way to a version: from the version before, or as whole weights.
-
-    Attributes:
-        version: The version.
-        base: The version that the patches are applied to; None: whole weights.
-        parts: Name and bytes of each patch.
-    """
-
-    version: int
-    base: int | None
-    parts: tuple[tuple[str, int], ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all patches."""
-        return sum(size for _, size in self.parts)
-
-
-def read_index(data: bytes) -> tuple[Release, ...]:
-    """Return the releases of an index, none if it is empty; PayloadCorrupt if it is not valid."""
-    try:
-        listed = json.loads(data)["releases"] if data else []
-        releases = tuple(
-            Release(version, base, tuple((name, size) for name, size in parts))
-            for version, base, parts in listed
-        )
-        numbers = [
-            n for each in releases for n in (each.version, each.base or 0, *(size for _, size in each.parts))
-        ]
-        names = [name for each in releases for name, _ in each.parts]
-        if all(type(n) is int and n >= 0 for n in numbers) and all(_NAME.fullmatch(name) for name in names):
-            return releases
-    except (ValueError, TypeError, LookupError, RecursionError):
-        pass
-    raise PayloadCorrupt("the index of versions is not valid")
-
-
-def write_index(releases: Sequence[Release]) -> bytes:
-    """Return the bytes of an index."""
-    listed = [[each.version, each.base, each.parts] for each in releases]
-    return json.dumps({"format": 1, "releases": listed}).encode()
-
-
-def newest(releases: Sequence[Release]) -> int:
-    """Return the newest version; -1 if there is none."""
-    return max((each.version for each in releases), default=-1)
-
-
-def route(releases: Sequence[Release], version: int | None) -> list[Release]:
-    """Return what leads from a version, None: an unknown one, to the newest in the fewest bytes."""
-    goal = newest(releases)
-    after = {each.base: each for each in releases if each.base is not None}
-    routes = []
-    for first in [None, *(each for each in releases if each.base is None)]:
-        chain, at = ([], version) if first is None else ([first], first.version)
-        while at != goal and at in after:
-            chain.append(after[at])
-            at = chain[-1].version
-        if at == goal:
-            routes.append(chain)
-    return min(routes, key=lambda chain: sum(each.size for each in chain), default=[])
-
-
-class Store(Protocol):
-    """Files by name; what a publisher writes to and a subscriber reads."""
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file whole: readers see nothing or all of it."""
-
-    def get(self, name: str, offset: int = 0, size: int = -1) -> bytearray:
-        """Return ``size`` bytes from ``offset`` on, all if it is negative; raises MissingFile."""
-
-    def list(self) -> list[str]:
-        """Return the names of all files."""
-
-    def delete(self, name: str) -> None:
-        """Delete a file."""
-
-
-class MemoryStore:
-    """A store in this process's memory, for a `Server`."""
-
-    def __init__(self) -> None:
-        self._files: dict[str, bytes] = {}
-
-    def put(self, name: str, data: bytes) -> None:
-        self._files[name] = data
-
-    def get(self, name: str, offset: int = 0, size: int = -1) -> bytearray:
-        if name not in self._files:
-            raise MissingFile(f"no file {name}")
-        return bytearray(memoryview(self._files[name])[offset:][: None if size < 0 else size])
-
-    def list(self) -> list[str]:
-        return list(self._files)
-
-    def delete(self, name: str) -> None:
-        self._files.pop(name, None)
-
-
-class DirectoryStore:
-    """A store in a folder, which several hosts may share.
-
-    Args:
-        path: The folder; it is made if it is not there.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._path.mkdir(parents=True, exist_ok=True)
-
-    def put(self, name: str, data: bytes) -> None:
-        write_file(self._path / name, data)
-
-    def get(self, name: str, offset: int = 0, size: int = -1) -> bytearray:
-        try:
-            with open(self._path / name, "rb") as file:
-                length = max(0, file.seek(0, 2) - offset)
-                data = bytearray(length if size < 0 else min(size, length))
-                file.seek(offset)
-                return data[: file.readinto(data)]
-        except FileNotFoundError:
-            raise MissingFile(f"no file {name} in {self._path}") from None
-
-    def list(self) -> list[str]:
-        return [path.name for path in self._path.iterdir() if _NAME.fullmatch(path.name)]
-
-    def delete(self, name: str) -> None:
-        (self._path / name).unlink(missing_ok=True)
-
-
-class ObjectStore:
-    """A store that fsspec reaches, such as ``s3://bucket/folder``.
-
-    Args:
-        url: The folder.
-    """
-
-    def __init__(self, url: str) -> None:
-        import fsspec
-
-        self._files, self._path = fsspec.core.url_to_fs(url)
-        self._files.makedirs(self._path, exist_ok=True)
-
-    def put(self, name: str, data: bytes) -> None:
-        self._files.pipe_file(f"{self._path}/{name}", data)
-
-    def get(self, name: str, offset: int = 0, size: int = -1) -> bytearray:
-        try:
-            end = None if size < 0 else offset + size
-            return bytearray(self._files.cat_file(f"{self._path}/{name}", start=offset, end=end))
-        except FileNotFoundError:
-            raise MissingFile(f"no file {name} in {self._path}") from None
-
-    def list(self) -> list[str]:
-        self._files.invalidate_cache()
-        return [path.rpartition("/")[2] for path in self._files.ls(self._path, detail=False)]
-
-    def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(f"{self._path}/{name}")
+__all__ = ["MissingFile", "RemoteStore", "Server", "Store", "open_store", "read_index", "read_store_index"]
+_MAGIC, _CLIENT, _SERVER = b"dtweigh2", b"client", b"server"
+_DONE, _FAILED = b"\0", b"\1"  # the first byte of an answer
+# Bytes of a piece, pieces that a connection asks for at once, bytes of a request and of an answer.
+_LEAST_PIECE, _PIECE, _WINDOW, _MOST_REQUEST, _MOST_ANSWER = 64 << 10, 512 << 10, 16, 1 << 12, 64 << 20
+_HELLO_SECONDS, _RETRY_SECONDS, _LONGEST_WAIT, _END_SECONDS = 2.0, 0.25, 20.0, 0.05
+_MOST_CALLERS, _MOST_STREAMS = 1024, 8
 
 
 def open_store(location: str | Path | Store, **remote: Any) -> Any:
@@ -230,37 +70,24 @@ def open_store(location: str | Path | Store, **remote: Any) -> Any:
     return ObjectStore(str(location)) if "://" in str(location) else DirectoryStore(location)
 
 
-def read_store_index(store: Any, seen: bytes = b"", wait_s: float = 0.0) -> bytes:
-    """Return the index of a store, empty if there is none, after a change of ``seen`` or ``wait_s`` seconds."""
-    if isinstance(store, RemoteStore):
-        return store.index(seen, wait_s)
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            data = bytes(store.get(INDEX))
-        except MissingFile:
-            data = b""
-        if data != seen or time.monotonic() >= deadline:
-            return data
-        time.sleep(_POLL_SECONDS)
+def read_store_index(store: Store) -> bytes:
+    """Return the index of a store, empty if there is none."""
+    return store.index()
 
 
-class _Seal:
-    """The HMACs of one direction of a connection; direction and number keep messages from being repeated."""
+@dataclass
+class _Stream:
+    """The pieces of the version behind an index, as it is published: name, offset, bytes, and bytes of the file."""
 
-    def __init__(self, key: bytes, sender: bytes) -> None:
-        self._key, self._sender, self._number = key, sender, 0
+    pieces: list[tuple[str, int, int, int]] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    sealed: bool = False
 
-    def parts(self, failed: int, body: Any) -> tuple[bytes, ...]:
-        self._number += 1
-        return self._sender, struct.pack("<QB", self._number, failed), body
-
-    def close(self, body: Any, failed: int = 0) -> bytes:
-        return _HEAD.pack(len(body), failed, prove(self._key, *self.parts(failed, body)))
-
-    def check(self, proof: bytes, failed: int, body: Any) -> None:
-        if not is_proof(proof, self._key, *self.parts(failed, body)):
-            raise ConnectionError(WRONG_SECRET)
+    def add(self, release: Release) -> None:
+        for name, size in release.parts:
+            if name not in self.names:
+                self.names.add(name)
+                self.pieces += [(name, at, min(_PIECE, size - at), size) for at in range(0, size, _PIECE)]
 
 
 class Server:
@@ -280,21 +107,18 @@ class Server:
         self, store: str | Path | Store, listen: str, *, upstream: Any = None, timeout_s: float = 60.0
     ) -> None:
         self._store, self._timeout_s = open_store(store), timeout_s
-        host, _, port = listen.rpartition(":")
-        if not port.isdecimal():
-            raise ValueError(f"listen={listen!r}: expected host:port")
-        host = host.strip("[]")
+        host, port = parse_address(listen, "listen")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, int(port)), family=family, backlog=256)
+        self._socket = socket.create_server((host, port), family=family, backlog=256)
         with contextlib.suppress(OSError):  # a kernel without it, or that does not allow it
             # Between versions connections are idle. CUBIC then starts slowly again; BBR keeps the rate that it found.
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
         self.address = f"{host or '127.0.0.1'}:{self._socket.getsockname()[1]}"
         links = emulated_link.links()
         self._link, self._free_at, self._callers = links.between or links.inside, 0.0, 0
-        self._secret = secret()
-        self._ended = threading.Event()
-        self._loop = asyncio.new_event_loop()
+        self._secret, self._ended = secret(), threading.Event()
+        self._data, self._token = b"", Index().token
+        self._streams = {self._token: _Stream()}
         self._threads = [threading.Thread(target=self._run, name="dtcomm-weights", daemon=True)]
         if upstream is not None:
             source = open_store(upstream, timeout_s=timeout_s)
@@ -308,22 +132,30 @@ class Server:
         for thread in self._threads:
             thread.join(timeout=5.0)
 
-    def _copy(self, source: Any) -> None:
+    def _copy(self, source: Store) -> None:
         """Follow another store: its files, then its index."""
-        seen = b""
+        seen = Index()
         while not self._ended.is_set():
             try:
-                index = source.index(seen, 1.0)
-                parts = dict(part for each in read_index(index) for part in each.parts)
-                have = set(self._store.list())
-                for name, size in parts.items():
-                    if name not in have:
-                        self._store.put(name, bytes(source.fetch(name, size)))
-                if index != seen:
-                    self._store.put(INDEX, index)
-                    for name in have - parts.keys() - {INDEX}:
-                        self._store.delete(name)
-                seen = index
+                index, opened = Index(read_index(source.index())), list[tuple[str, int]]()
+                while not self._ended.is_set():
+                    names = set(self._store.list())
+                    parts = [part for each in index.releases for part in each.parts]
+                    for name, data in source.fetch(part for part in parts if part[0] not in names):
+                        self._store.put(name, bytes(data))
+                    if index != seen:
+                        self._store.put(INDEX, index.write())
+                        for name in names - {INDEX, *dict(parts)}:
+                            self._store.delete(name)
+                    seen, opened = index, []
+                    for name, data in source.follow(index, 1.0):
+                        if name == INDEX:
+                            index = Index(read_index(bytes(data)))
+                            continue
+                        self._store.put(name, bytes(data))
+                        opened.append((name, len(data)))
+                        now = Index(index.releases, Release(index.newest + 1, None, tuple(opened)))
+                        self._store.put(INDEX, now.write())
             except (
                 DtcommError,
                 OSError,
@@ -333,17 +165,45 @@ class Server:
         source.close()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
         with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._serve())
+            asyncio.run(self._serve())
 
     async def _serve(self) -> None:
+        self._changed = asyncio.Event()
+        self._look()
         server = await asyncio.start_server(self._session, sock=self._socket)
         async with server:
             while not self._ended.is_set():
-                await asyncio.sleep(_POLL_SECONDS)
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
+                await asyncio.sleep(self._store.poll_s)
+                self._look()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    def _look(self) -> None:
+        """Note what has been published since the last look."""
+        try:
+            data = self._store.index()
+            if data == self._data:
+                return
+            index = Index.read(data)
+        except (DtcommError, OSError) as error:
+            _log.warning("dtcomm: the index of versions cannot be read: %s", error)
+            return
+        stream = self._streams[self._token]
+        if index.token != self._token:
+            # What was not seen while it was published; whoever has the version before takes the changes since then.
+            latest = [each for each in index.releases if each.version == index.newest]
+            for release in sorted(latest, key=lambda each: each.base is None)[:1]:
+                stream.add(release)
+            stream.sealed = True
+            stream = self._streams[index.token] = _Stream()
+            if len(self._streams) > _MOST_STREAMS:
+                del self._streams[next(iter(self._streams))]
+        if index.opened is not None:
+            stream.add(index.opened)
+        self._data, self._token = data, index.token
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _session(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         caller = str((writer.get_extra_info("peername") or ("?",))[0])
@@ -353,18 +213,18 @@ class Server:
             if self._callers > _MOST_CALLERS:
                 return
             opener, closer = await asyncio.wait_for(self._greet(reader, writer, caller), _HELLO_SECONDS)
-            requests: asyncio.Queue[tuple[float, dict[str, Any] | None]] = asyncio.Queue(4 * _WINDOW)
+            requests: asyncio.Queue[tuple[float, dict[str, Any] | None]] = asyncio.Queue(2 * _WINDOW)
             reading = asyncio.ensure_future(self._read(reader, opener, requests))
             while True:
                 arrived, request = await requests.get()
                 if request is None:
                     return
                 try:
-                    body, failed = await self._answer(request), 0
+                    body, status = await self._answer(arrived, request), _DONE
                 except (DtcommError, OSError, ValueError, TypeError, LookupError) as error:
-                    body, failed = str(error).encode(), 1
+                    body, status = str(error).encode(), _FAILED
                 await self._pace(arrived, len(body))
-                writer.write(closer.close(body, failed))
+                writer.write(closer.head(status, body) + status)
                 writer.write(body)
                 await asyncio.wait_for(writer.drain(), self._timeout_s)
         except (OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
@@ -377,7 +237,7 @@ class Server:
 
     async def _greet(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, caller: str
-    ) -> tuple[_Seal, _Seal]:
+    ) -> tuple[Seal, Seal]:
         own = nonce()
         writer.write(_MAGIC + own)
         hello = await reader.readexactly(NONCE_BYTES + PROOF_BYTES)
@@ -387,110 +247,154 @@ class Server:
             raise ConnectionError
         writer.write(prove(self._secret, _SERVER, own, its))
         key = prove(self._secret, own, its)
-        return _Seal(key, _CLIENT), _Seal(key, _SERVER)
+        return Seal(key, _CLIENT), Seal(key, _SERVER)
 
-    async def _read(self, reader: asyncio.StreamReader, opener: _Seal, requests: Any) -> None:
+    async def _read(self, reader: asyncio.StreamReader, opener: Seal, requests: Any) -> None:
         """Queue requests with the time of their arrival, and None when no more come."""
         try:
             while True:
-                length, failed, proof = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-                body = await reader.readexactly(min(length, _MOST_REQUEST))
-                opener.check(proof, failed, body)
-                request = json.loads(body)
-                await requests.put((time.monotonic(), request if isinstance(request, dict) else {}))
+                length, proof = HEAD.unpack(await reader.readexactly(HEAD.size))
+                request = opener.open(proof, await reader.readexactly(min(length, _MOST_REQUEST)))
+                await requests.put((time.monotonic(), request))
         except (OSError, EOFError, ValueError, RecursionError):
             await requests.put((0.0, None))
 
-    async def _answer(self, request: dict[str, Any]) -> bytes | bytearray:
-        if "index" in request:
-            seen, deadline = bytes.fromhex(request["index"]), time.monotonic() + float(request["wait"])
-            while True:
-                data = read_store_index(self._store)
-                if prove(b"", data)[:8] != seen or time.monotonic() >= deadline:
-                    return data
-                await asyncio.sleep(_SERVER_POLL_SECONDS)
-        name, offset, size = request["get"], request["offset"], request["size"]
-        if not _NAME.fullmatch(name) or not (0 <= offset and 0 <= size <= _PIECE):
-            raise ValueError("no valid request")
-        return bytes(self._store.get(name, offset, size))
+    async def _answer(self, arrived: float, request: dict[str, Any]) -> bytes | bytearray:
+        if "get" in request:
+            name, offset, size = request["get"], request["offset"], request["size"]
+            if not NAME.fullmatch(name) or not (0 <= offset and 0 <= size <= _PIECE):
+                raise ValueError("no valid request")
+            return bytearray(self._store.get(name, offset, size))
+        token, number, deadline = request["index"], request.get("next"), arrived + float(request["wait"])
+        while True:
+            stream = self._streams.get(token, _Stream(sealed=True))
+            if number is not None and 0 <= number < len(stream.pieces):
+                name, offset, size, whole = stream.pieces[number]
+                head = json.dumps([name, offset, whole]).encode() + b"\n"
+                return head + bytes(self._store.get(name, offset, size))
+            if stream.sealed or time.monotonic() >= deadline:
+                return self._data if number is None else b""
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
 
     async def _pace(self, arrived: float, size: int) -> None:
         """With DTCOMM_EMULATE_LINK, wait as long as such a link would take."""
         if self._link is None:
             return
-        begin = max(arrived + 2 * self._link.latency_s, self._free_at)
+        latency = self._link.latency_s
+        begin = max(arrived + 2 * latency, time.monotonic() + latency, self._free_at)
         self._free_at = begin + size * self._link.ns_per_byte * 1e-9
         if (left := self._free_at - time.monotonic()) > 0:
             await asyncio.sleep(left)
-
-
-class _Piece(NamedTuple):
-    """Bytes of a file that one request asks for, and where they go."""
-
-    name: str
-    offset: int
-    out: memoryview
-
-
-def _ignore_errors(call: Callable[[], object]) -> None:
-    with contextlib.suppress(DtcommError, OSError):  # the next call makes the connection, or raises
-        call()
 
 
 class _Connection:
     """One connection to a server."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+        self._socket = socket.create_connection(parse_address(address, "address"), timeout=timeout_s)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello, own = self._receive(bytearray(len(_MAGIC) + NONCE_BYTES)), nonce()
+            hello, own = self._receive(len(_MAGIC) + NONCE_BYTES), nonce()
             its = bytes(hello[len(_MAGIC) :])
             if hello[: len(_MAGIC)] != _MAGIC:
                 raise ConnectionError(f"{address} is no server of weights of this version of dtcomm")
             self._socket.sendall(own + prove(secret(), _CLIENT, its, own))
-            if not is_proof(bytes(self._receive(bytearray(PROOF_BYTES))), secret(), _SERVER, its, own):
-                raise ConnectionError(WRONG_SECRET)
+            if not is_proof(bytes(self._receive(PROOF_BYTES)), secret(), _SERVER, its, own):
+                raise PermissionError(WRONG_SECRET)
         except BaseException:
             self._socket.close()
             raise
         key = prove(secret(), its, own)
-        self._closer, self._opener = _Seal(key, _CLIENT), _Seal(key, _SERVER)
+        self._closer, self._opener = Seal(key, _CLIENT), Seal(key, _SERVER)
 
     def ask(self, request: dict[str, Any]) -> None:
-        body = json.dumps(request).encode()
-        self._socket.sendall(self._closer.close(body) + body)
+        self._socket.sendall(self._closer.close(request))
 
-    def answer(self, out: memoryview | None = None) -> bytearray | memoryview:
-        """Receive an answer, into ``out`` if it has its size; MissingFile if the server has no such file."""
-        length, failed, proof = _HEAD.unpack(self._receive(bytearray(_HEAD.size)))
-        if length > max(_PIECE, 64 << 20):
+    def answer(self) -> memoryview:
+        """Receive an answer; MissingFile if the server could not give it."""
+        length, proof = HEAD.unpack(self._receive(HEAD.size))
+        if not 1 <= length <= _MOST_ANSWER:
             raise ConnectionError(f"an answer of {length} bytes")
-        body: bytearray | memoryview = self._receive(
-            out if out is not None and not failed and len(out) == length else bytearray(length)
-        )
-        self._opener.check(proof, failed, body)
-        if failed:
-            raise MissingFile(printable(bytes(body).decode(errors="replace")))
-        if out is not None and len(out) != length:
-            raise MissingFile(f"{length} bytes of a file, where the index says {len(out)}")
-        return body
+        body = memoryview(self._receive(length))
+        self._opener.check(proof, body[:1], body[1:])
+        if body[:1] != _DONE:
+            raise MissingFile(printable(bytes(body[1:]).decode(errors="replace")))
+        return body[1:]
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which ends a call that waits for it
         self._socket.close()
 
-    def _receive(self, out: Any) -> Any:
-        view, at = memoryview(out), 0
-        while at < len(view):
-            received = self._socket.recv_into(view[at:])
+    def _receive(self, size: int) -> bytearray:
+        out, at = bytearray(size), 0
+        while at < size:
+            received = self._socket.recv_into(memoryview(out)[at:])
             if not received:
                 raise ConnectionError("the connection has ended")
             at += received
         return out
 
 
-class RemoteStore:
+class _Job:
+    """Requests that connections share, and the files that their answers make.
+
+    Args:
+        todo: The requests of each connection.
+        window: How many of them a connection may make before they are answered.
+        sizes: The files that are asked for, and their bytes; None: answers name them, and the last ones are empty.
+    """
+
+    def __init__(
+        self, todo: Sequence[Iterator[Any]], window: int, sizes: dict[str, int] | None = None
+    ) -> None:
+        self._todo, self.window, self._sizes = todo, window, sizes
+        self.again: deque[dict[str, Any]] = deque()  # what ended connections did not answer
+        self.done: queue.SimpleQueue[Any] = (
+            queue.SimpleQueue()
+        )  # files, errors, and None of each thread that ends
+        self.progress, self.ended, self.cancelled = time.monotonic(), False, False
+        self._left = sum(sizes.values()) if sizes else 0
+        self._files: dict[str, tuple[bytearray, list[int]]] = {}  # and the bytes that are missing
+        self._lock = threading.Lock()
+
+    def take(self, number: int) -> dict[str, Any] | None:
+        """Return the next request of a connection; None if there is none now."""
+        with self._lock:
+            if self.ended:
+                return None
+            return self.again.popleft() if self.again else next(self._todo[number], None)
+
+    def receive(self, request: dict[str, Any], body: memoryview) -> int:
+        """Take an answer, and return how many bytes of a file it has."""
+        if self._sizes is None:
+            if not body:
+                self.ended = True
+                return 0
+            end = bytes(body[:512]).index(b"\n")
+            name, offset, whole = json.loads(bytes(body[:end]))
+            body = body[end + 1 :]
+        else:
+            name, offset, whole = request["get"], request["offset"], self._sizes[request["get"]]
+            if len(body) != request["size"]:
+                raise MissingFile(f"{len(body)} bytes of {name}, where the index says {request['size']}")
+        with self._lock:
+            self.progress = time.monotonic()
+            data, missing = self._files.setdefault(name, (bytearray(whole), [whole]))
+            data[offset : offset + len(body)] = body
+            missing[0] -= len(body)
+            self._left -= len(body)
+            self.ended = self.ended or (self._sizes is not None and self._left == 0)
+            # The last pieces are for the connections that are the first to be free.
+            self.window = max(2, min(self.window, self._left // len(body))) if self._sizes else self.window
+            if missing[0] == 0:
+                self.done.put((name, data))
+                del self._files[name]
+        return len(body)
+
+
+class RemoteStore(Store):
     """Reads the store of a `Server`, over several connections, and goes on where a connection has ended.
 
     Args:
@@ -503,132 +407,131 @@ class RemoteStore:
         if connections < 1:
             raise ValueError(f"connections={connections}: expected 1 or more")
         self.address, self._timeout_s = address, timeout_s
-        self._connections: list[_Connection | None] = [None] * (
-            connections + 1
-        )  # the first one is for the index
-        self.on_progress: Callable[[int], None] = lambda size: None
+        self._connections: list[_Connection | None] = [None] * (connections + 1)  # the first is for the index
         self._locks = [threading.Lock() for _ in self._connections]
-        self._closed = self._is_used = False
+        self.on_progress: Callable[[int], None] = lambda size: None
+        self._closed = False
 
-    def index(self, seen: bytes = b"", wait_s: float = 0.0) -> bytes:
-        """Return the index, after a change of ``seen`` or ``wait_s`` seconds."""
-        if not self._is_used:
-            self._is_used = True
-            self._connect_ahead()
-        begun, deadline = time.monotonic(), time.monotonic() + self._timeout_s + wait_s
-        while True:
-            wait = max(0.0, min(begun + wait_s - time.monotonic(), _LONGEST_WAIT, self._timeout_s / 2))
-            data: bytes = self._retried(0, deadline, functools.partial(self._index, seen=seen, wait_s=wait))
-            if data != seen or time.monotonic() >= begun + wait_s:
-                return data
-
-    def fetch(self, name: str, size: int, offset: int = 0) -> bytearray:
-        """Return ``size`` bytes of a file; raises MissingFile."""
-        return self.fetch_all([(name, size)], offset)[0]
-
-    def fetch_all(self, files: Sequence[tuple[str, int]], offset: int = 0) -> list[bytearray]:
-        """Return the bytes of files, given by name and size, over all connections at once; raises MissingFile."""
-        outs = [bytearray(size) for _, size in files]
-        most = len(self._connections) - 1
-        # Small files are cut so that each connection carries a part of them.
-        step = max(_LEAST_PIECE, min(_PIECE, sum(map(len, outs)) // (4 * most) + 1))
-        todo = deque(
-            _Piece(name, offset + at, memoryview(out)[at : at + step])
-            for (name, _), out in zip(files, outs, strict=True)
-            for at in range(0, len(out), step)
-        )
-        count = max(1, min(most, len(todo)))
-        window = min(_WINDOW, -(-len(todo) // count))
-        state = {"progress": time.monotonic(), "left": len(todo)}
-        errors: list[BaseException] = []
-
-        def carry(number: int) -> None:
-            try:
-                while state["left"] and not errors and not self._closed:
-                    self._retried(
-                        number,
-                        lambda: state["progress"] + self._timeout_s,
-                        lambda c: self._pieces(c, todo, window, state, errors),
-                    )
-                    if not todo and state["left"]:
-                        time.sleep(0.005)  # another connection may end, and leave its pieces
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [
-            threading.Thread(target=carry, args=(number,), daemon=True) for number in range(2, count + 1)
-        ]
-        for thread in threads:
-            thread.start()
-        carry(1)
-        for thread in threads:
-            thread.join(timeout=2 * self._timeout_s)
-        if errors:
-            raise errors[0]
-        return outs
+    def index(self) -> bytes:
+        begun = time.monotonic()
+        return self._index("", 0.0, lambda: begun)
 
     def get(self, name: str, offset: int = 0, size: int = -1) -> bytearray:
-        """Return at most 1 MiB of a file."""
-        return self.fetch(name, size, offset)
+        return next(self.fetch([(name, offset + size)]))[1][offset:]
+
+    def fetch(self, files: Iterable[tuple[str, int]]) -> Files:
+        sizes, most = dict(files), len(self._connections) - 1
+        # Small files are cut so that each connection carries a part of them.
+        step = max(_LEAST_PIECE, min(_PIECE, sum(sizes.values()) // (4 * most) + 1))
+        pieces = [
+            (name, at, min(step, size - at)) for name, size in sizes.items() for at in range(0, size, step)
+        ]
+        count = min(most, len(pieces))
+        todo = ({"get": name, "offset": at, "size": size} for name, at, size in pieces)
+        return self._carry(_Job([todo] * count, min(_WINDOW, -(-len(pieces) // max(1, count))), sizes), count)
+
+    def follow(self, seen: Index, wait_s: float) -> Files:
+        count = len(self._connections) - 1
+        wait_s = max(0.0, min(wait_s, _LONGEST_WAIT, self._timeout_s / 2))
+        request = {"index": seen.token, "wait": wait_s}
+        job = _Job(
+            [({**request, "next": n} for n in itertools.count(k, count)) for k in range(count)], _WINDOW
+        )
+        result: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def watch() -> None:
+            try:
+                result.put(self._index(seen.token, wait_s, lambda: -math.inf if job.cancelled else begun))
+            except BaseException as error:
+                result.put(error)
+
+        begun = time.monotonic()
+        # The index comes on a connection of its own, so that it does not wait for pieces.
+        threading.Thread(target=watch, daemon=True).start()
+        yield from self._carry(job, count)
+        data = result.get()
+        if isinstance(data, BaseException):
+            raise data
+        if Index.read(data).releases != seen.releases:
+            yield INDEX, bytearray(data)
 
     def close(self) -> None:
-        """End the connections."""
         self._closed = True
         for connection in self._connections:
             if connection is not None:
                 connection.close()
 
-    def _index(self, connection: _Connection, seen: bytes, wait_s: float) -> bytes:
-        connection.ask({"index": prove(b"", seen)[:8].hex(), "wait": wait_s})
-        return bytes(connection.answer())
+    def _index(self, token: str, wait_s: float, progress: Callable[[], float]) -> bytes:
+        def call(connection: _Connection) -> bytes:
+            connection.ask({"index": token, "wait": wait_s})
+            return bytes(connection.answer())
 
-    def _pieces(
-        self, connection: _Connection, todo: deque[_Piece], window: int, state: Any, errors: Any
-    ) -> None:
-        """Receive pieces until none is left; those that were asked for go back if the connection ends."""
-        asked: deque[_Piece] = deque()
+        return bytes(self._retried(0, progress, call))
+
+    def _carry(self, job: _Job, count: int) -> Files:
+        """Yield the files of a job as they are complete, while a thread for each connection receives them."""
+
+        def work(number: int) -> None:
+            try:
+                while not job.ended:
+                    self._retried(number + 1, lambda: job.progress, lambda c: self._exchange(c, number, job))
+                    if not job.ended:
+                        time.sleep(0.005)  # another connection may end, and leave its requests
+            except BaseException as error:
+                job.done.put(error)
+            job.done.put(None)
+
+        for number in range(count):
+            threading.Thread(target=work, args=(number,), daemon=True).start()
+        running = count
         try:
-            while not errors and not self._closed:
-                while todo and len(asked) < window:
-                    with contextlib.suppress(IndexError):
-                        asked.append(todo.popleft())
-                        piece = asked[-1]
-                        connection.ask({"get": piece.name, "offset": piece.offset, "size": len(piece.out)})
+            while running:
+                item = job.done.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            if running:  # an error, or the caller wants no more: what connections still bring is not wanted
+                job.ended = job.cancelled = True
+                job.progress = -math.inf
+                for connection in self._connections:
+                    if connection is not None:
+                        connection.close()
+
+    def _exchange(self, connection: _Connection, number: int, job: _Job) -> None:
+        """Make requests and take answers until there are none; those without an answer go back if it ends."""
+        asked: deque[dict[str, Any]] = deque()
+        try:
+            while True:
+                while len(asked) < job.window and (request := job.take(number)) is not None:
+                    asked.append(request)
+                    connection.ask(request)
                 if not asked:
                     return
-                connection.answer(asked[0].out)
-                size = len(asked.popleft().out)
-                state["progress"] = time.monotonic()
-                state["left"] -= 1
-                # The last pieces are for the connections that are the first to be free.
-                window = max(2, min(window, len(todo)))
+                size = job.receive(asked[0], connection.answer())
+                asked.popleft()
                 self.on_progress(size)
         finally:
-            todo.extend(asked)
+            job.again.extend(asked)
 
-    def _connect_ahead(self) -> None:
-        """Make the connections that carry files while this caller waits for the first version."""
-        for number in range(1, len(self._connections)):
-            limit = time.monotonic() + self._timeout_s
-            call = functools.partial(self._retried, number, limit, lambda connection: None)
-            threading.Thread(target=_ignore_errors, args=(call,), daemon=True).start()
-
-    def _retried(self, number: int, deadline: Any, call: Callable[[_Connection], Any]) -> Any:
-        """Call with a connection, which is made again where it has ended, until the deadline."""
-        limit = deadline if callable(deadline) else lambda: deadline
-        while True:
-            try:
-                with self._locks[number]:
+    def _retried(self, number: int, progress: Callable[[], float], call: Callable[[_Connection], Any]) -> Any:
+        """Call with a connection, which is made again where it has ended, while there is progress."""
+        with self._locks[number]:
+            while True:
+                try:
                     connection = self._connections[number]
                     if connection is None:
                         connection = _Connection(self.address, max(0.1, self._timeout_s))
                         self._connections[number] = connection
-                return call(connection)
-            except OSError as error:
-                if (broken := self._connections[number]) is not None:
-                    broken.close()
-                self._connections[number] = None
-                refused = WRONG_SECRET in str(error)
-                if self._closed or refused or time.monotonic() + _RETRY_SECONDS >= limit():
-                    raise PeerLost(f"the weights at {self.address} cannot be read: {error}") from None
-                time.sleep(_RETRY_SECONDS)
+                    return call(connection)
+                except OSError as error:
+                    if (broken := self._connections[number]) is not None:
+                        broken.close()
+                    self._connections[number] = None
+                    is_last = time.monotonic() + _RETRY_SECONDS >= progress() + self._timeout_s
+                    if self._closed or isinstance(error, PermissionError) or is_last:
+                        raise PeerLost(f"the weights at {self.address} cannot be read: {error}") from None
+                    time.sleep(_RETRY_SECONDS)

@@ -64,8 +64,8 @@ def test_a_subscriber_that_takes_nothing_does_not_hold_others() -> None:
     (name,) = [name for name in trainer._store.list() if name.endswith(".full")]
     connection = slow._connections[0]
     assert connection is not None
-    for number in range(16):  # more than the buffers of the kernel hold, and none of it is read
-        connection.ask({"get": name, "offset": number << 19, "size": 1 << 20})
+    for number in range(28):  # more than the buffers of the kernel hold, and none of it is read
+        connection.ask({"get": name, "offset": number << 19, "size": 1 << 19})
     engine = {"x": torch.zeros(4_000_000)}
     fast = Subscriber(engine, f"tcp://{trainer.server.address}", timeout_s=60)
     for version in (1, 2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from dtcomm.cli.main import main
 from dtcomm.errors import CollectiveTimeout, PayloadCorrupt, PeerLost
 from dtcomm.extensions.weights import Publisher, Server, Subscriber
-from dtcomm.extensions.weights.store import Release, RemoteStore, read_index, route
+from dtcomm.extensions.weights.files import INDEX, Index, Release, Store, read_index, route
+from dtcomm.extensions.weights.store import RemoteStore
 
 State = dict[str, Tensor]
 
@@ -190,6 +191,83 @@ def test_engines_follow_over_tcp_and_through_a_relay(tmp_path: Path, monkeypatch
         stranger.close()
 
 
+class Watched(Store):
+    """A store in memory that calls a function before each file is written."""
+
+    def __init__(self, before: Callable[[str, bytes], None]) -> None:
+        super().__init__()
+        self._before = before
+
+    def put(self, name: str, data: bytes) -> None:
+        self._before(name, data)
+        super().put(name, data)
+
+
+def test_parts_are_received_before_a_version_is_complete_and_not_applied() -> None:
+    arrived, complete = threading.Event(), threading.Event()
+
+    def before(name: str, data: bytes) -> None:
+        if name.startswith("1.0.2"):
+            assert arrived.wait(60), "no part came through the relay while the version was published"
+            assert equal(engine, old)
+        if name == INDEX and Index.read(data).newest == 1:
+            complete.set()
+
+    def progress(size: int) -> None:
+        assert not complete.is_set() or arrived.is_set()
+        arrived.set()
+
+    weights = {f"x{i}": torch.randn(1 << 19) for i in range(3)}  # each one is a part
+    old, engine = ({name: tensor.clone() for name, tensor in weights.items()} for _ in range(2))
+    trainer = Publisher(weights, Watched(before), listen="127.0.0.1:0")
+    assert trainer.server is not None
+    trainer.publish(0)
+    relay = Server(Store(), "127.0.0.1:0", upstream=f"tcp://{trainer.server.address}")
+    follower = Subscriber(engine, f"tcp://{relay.address}")
+    with closing(follower, relay, trainer):
+        follower.update(at_least=0)
+        follower._source.on_progress = progress
+        thread = threading.Thread(target=follower.update, kwargs={"at_least": 1})
+        thread.start()
+        for tensor in weights.values():
+            tensor += 1
+        trainer.publish()
+        thread.join(60)
+        assert equal(engine, weights)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_what_a_failed_publisher_left_is_not_used(tcp: bool) -> None:
+    def before(name: str, data: bytes) -> None:
+        if name.startswith("1.0.2") and name.endswith(".delta"):
+            raise OSError("no space is left")
+
+    weights = {f"x{i}": torch.randn(1 << 19) for i in range(3)}
+    store = Watched(before)
+    trainer = Publisher(weights, store, listen="127.0.0.1:0")
+    assert trainer.server is not None
+    trainer.publish(0)
+    engine = zeros(weights)
+    follower = Subscriber(engine, f"tcp://{trainer.server.address}" if tcp else store)
+    with closing(follower, trainer):
+        follower.update()
+        old = {name: tensor.clone() for name, tensor in weights.items()}
+        for tensor in weights.values():
+            tensor += 1
+        with pytest.raises(OSError, match="no space"):
+            trainer.publish()
+        with pytest.raises(CollectiveTimeout):
+            follower.update(at_least=1, timeout_s=0.5)
+        assert equal(engine, old) and follower.version == 0
+        for tensor in weights.values():
+            tensor += 1
+        thread = threading.Thread(target=follower.update, kwargs={"at_least": 1})
+        thread.start()
+        assert trainer.publish() == 1
+        thread.join(60)
+        assert equal(engine, weights)
+
+
 def test_files_outside_a_store_are_not_served(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     (tmp_path / "store").mkdir()
@@ -198,9 +276,9 @@ def test_files_outside_a_store_are_not_served(tmp_path: Path) -> None:
     with closing(server):
         for name in ("../secret", ".secret", "", "a/b"):
             with pytest.raises(Exception, match="no valid request"):
-                remote.fetch(name, 1)
+                remote.get(name, 0, 1)
         with pytest.raises(Exception, match="no file"):
-            remote.fetch("absent", 1)
+            remote.get("absent", 0, 1)
         remote.close()
 
 

@@ -197,7 +197,7 @@ def mutants(patch: bytes, others: list[bytes], seed: int) -> bytes:
                 payloads[index][chance.randrange(payloads[index].numel())] ^= 1 << chance.randrange(8)
             entries[index] = entries[index]._replace(payload_crc=chance.getrandbits(32))
             if chance.random() < 0.9:
-                from dtcomm.extensions.weights.patch import checksum
+                from dtcomm.extensions.weights.slices import checksum
 
                 entries[index] = entries[index]._replace(payload_crc=checksum(payloads[index]))
         else:
