@@ -11,6 +11,8 @@ import torch
 
 from dtcomm import _C
 from dtcomm.errors import PayloadCorrupt
+from dtcomm.extensions.weights import reference
+from dtcomm.extensions.weights.slices import bytes_of
 from dtcomm.kernels import dispatch
 
 _KINDS = {
@@ -53,6 +55,9 @@ def encode(old: torch.Tensor, new: torch.Tensor, *, threads: int = 0) -> tuple[t
     """
     kind = _kind("old", old)
     _same("new", new, "old", old)
+    if dispatch.current() == dispatch.REFERENCE:
+        data, changed = reference.encode(kind, _copied(old), _copied(new))
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8), changed
     writer = _C.DeltaWriter(kind, old.numel())
     kernel, count, changed = dispatch.native_kernel(), _threads(threads), 0
     for first, (before, after) in _pieces(old, new):
@@ -106,6 +111,14 @@ def decode(
         _refuse(
             f"is for {reader.numel} elements of kind {reader.kind}; `old` has {old.numel()} elements of kind {kind}"
         )
+    if dispatch.current() == dispatch.REFERENCE:
+        try:
+            data = bytearray(reference.decode(kind, _copied(buffer), _copied(old)))
+        except ValueError as error:
+            raise PayloadCorrupt(f"the payload {error}") from None
+        if data:
+            out.copy_(torch.frombuffer(data, dtype=torch.uint8).view(out.dtype).view(out.shape))
+        return
     kernel, count = dispatch.native_kernel(), _threads(threads)
     if old.is_cpu:
         _refuse(reader.decode(kernel, 0, old.numel(), old.data_ptr(), out.data_ptr(), count, checked))
@@ -116,6 +129,10 @@ def decode(
     for first, (before,) in _pieces(old):
         reader.decode(kernel, first, before.numel(), before.data_ptr(), before.data_ptr(), count, True)
         flat[first : first + before.numel()].copy_(before)
+
+
+def _copied(tensor: torch.Tensor) -> bytes:
+    return bytes(bytes_of(tensor.cpu()).numpy()) if tensor.numel() else b""
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
