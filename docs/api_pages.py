@@ -16,10 +16,7 @@ from typing import Any
 
 # What is public: page of the API -> (title, names). A module stands for its public functions and classes.
 API: dict[str, tuple[str, tuple[str, ...]]] = {
-    "collectives": (
-        "Collectives",
-        ("dtcomm", "dtcomm.planner.plan_links", "dtcomm.planner.LinkRates", "dtcomm.planner.LinkPlan"),
-    ),
+    "collectives": ("Collectives", ("dtcomm",)),
     "ddp": ("DDP", ("dtcomm.ddp",)),
     "fsdp": ("FSDP and ZeRO", ("dtcomm.fsdp",)),
     "frameworks": ("Training frameworks", ("dtcomm.frameworks",)),

@@ -1,12 +1,12 @@
 """The planner: chooses algorithms, and predicts whether a codec pays.
 
 `select` is what ``algorithm="auto"`` calls, and `compression_pays` what latency paths ask. Both read a `Table` of
-constants and measurements (`cost_model`), which ``dtcomm tune`` writes. `plan_links` groups ranks by the rates of their
-links and says on which of these a codec pays. `dtcomm.extensions.jobs` predicts on hardware that need not exist.
+constants and measurements (`cost_model`), which ``dtcomm tune`` writes. `levels_of` groups ranks by the rates
+of their links. `dtcomm.extensions.jobs` predicts on hardware that need not exist.
 """
 
 from dtcomm.planner.cost_model import Measured, Table, Topology, parse, predict
-from dtcomm.planner.links import LinkPlan, LinkRates, levels_of, plan_links
+from dtcomm.planner.links import levels_of
 from dtcomm.planner.select_algorithm import (
     CHOOSERS,
     Decision,
@@ -20,8 +20,6 @@ from dtcomm.planner.select_algorithm import (
 __all__ = [
     "CHOOSERS",
     "Decision",
-    "LinkPlan",
-    "LinkRates",
     "Measured",
     "PayoffVerdict",
     "Table",
@@ -31,7 +29,6 @@ __all__ = [
     "explain",
     "levels_of",
     "parse",
-    "plan_links",
     "predict",
     "select",
 ]

@@ -1,8 +1,7 @@
-"""Groups of ranks that fast links join, and a codec for each level: on links that are slower than others.
+"""Groups of ranks that fast links join, where other links are slower.
 
-`plan_links` reads the rate of the link between each pair of ranks, which ``dtcomm doctor`` measures, and returns the
-schedule and the codecs of an all_reduce. It is a pure function of what it is given, so ranks that pass the same rates
-need not communicate.
+`levels_of` reads the rate of the link between each pair of ranks, which ``dtcomm doctor`` measures. Schedules with
+levels, and codecs for each level, are then those of the groups.
 """
 
 from __future__ import annotations
@@ -13,40 +12,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from dtcomm import algorithms
-from dtcomm.codecs.base import Codec
-from dtcomm.codecs.spec import codec as parse_codec
 from dtcomm.planner.cost_model import Table, Topology
-from dtcomm.planner.select_algorithm import (
-    DEFAULT,
-    FIXED_OVERHEAD,
-    MIN_HIERARCHY_GAIN,
-    SHARED_MEMORY_BANDWIDTH,
-)
-from dtcomm.schedule.ir import Schedule
-from dtcomm.schedule.simulate import LinkCost, simulate
+from dtcomm.schedule.simulate import LinkCost
 
 SLOW = 2.0  # times: links with rates closer than this count as equal
 GBIT = 1.25e8  # bytes per second
-NONE = parse_codec("none")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; ValueError names the file if it cannot be read."""
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +33,7 @@ class LinkRates:
         ValueError: A matrix is not square, a rate is not above 0, or a latency is below 0.
 
     Example:
-        >>> from dtcomm.planner import LinkRates
+        >>> from dtcomm.planner.links import LinkRates
         >>> LinkRates(gbit=((0, 10), (1, 0))).slowest(0, 1)
         1.0
     """
@@ -85,20 +57,19 @@ class LinkRates:
                     )
 
     @classmethod
-    def from_doctor(cls, report: str | Path | Mapping[str, Any]) -> LinkRates:
+    def from_doctor(cls, report: Mapping[str, Any]) -> LinkRates:
         """Return what ``dtcomm doctor --json`` has measured under torchrun.
 
         Of two hosts the doctor measures some pairs of ranks; the others get the least rate and the most latency of
         these.
 
         Args:
-            report: The file with its output, or the parsed output.
+            report: Its parsed output.
 
         Raises:
             ValueError: It contains no links, or one of them could not be measured.
         """
-        content: Mapping[str, Any] = report if isinstance(report, Mapping) else read_json(Path(report))
-        details = {check["name"]: check.get("details", {}) for check in content.get("checks", ())}
+        details = {check["name"]: check.get("details", {}) for check in report.get("checks", ())}
         links = details.get("links", {}).get("links", ())
         if not links:
             raise ValueError(
@@ -130,7 +101,7 @@ class LinkRates:
             ValueError: It is neither.
 
         Example:
-            >>> from dtcomm.planner import LinkRates
+            >>> from dtcomm.planner.links import LinkRates
             >>> LinkRates.of({"gbit": [[0, 10], [1, 0]]}).ranks
             2
         """
@@ -201,102 +172,6 @@ class LinkRates:
         return LinkCost(latency=longest * 1e-6, bandwidth=rate * GBIT)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkPlan:
-    """What to pass to an all_reduce, or to an integration, over uneven links.
-
-    Attributes:
-        codec: The codec, ``A/B`` if the links between groups have another one than those inside groups.
-        algorithm: The name of an algorithm, or the schedule of the hierarchy of the groups.
-        groups: The ranks that fast links join.
-        reason: Why this was chosen.
-        seconds: (codec, algorithm, predicted seconds) of all that was compared.
-    """
-
-    codec: str
-    algorithm: str | Schedule
-    groups: tuple[tuple[int, ...], ...]
-    reason: str
-    seconds: tuple[tuple[str, str, float], ...]
-
-    def __str__(self) -> str:
-        return self.reason
-
-
-def plan_links(
-    links: LinkRates,
-    codec: str | Codec = "int8",
-    numel: int = 6_553_600,
-    dtype: torch.dtype = torch.float32,
-    table: Table = DEFAULT,
-) -> LinkPlan:
-    """Choose algorithm and codecs of an all_reduce whose links are unlike: the codec on slow links alone, if it pays.
-
-    Whatever loses more bits has to be predicted 1.25 times faster. Ranks of a group share its link to other groups.
-    Inside groups whose links are as fast as shared memory nothing is encoded.
-
-    Args:
-        links: The rates.
-        codec: The codec that may be used. Default "int8".
-        numel: The elements of a message. Default: 25 MiB of fp32, a bucket of DDP.
-        dtype: Their dtype.
-        table: The seconds for each element to encode and decode, as `dtcomm tune` has measured them; its links are not
-            used. Default: dtcomm's own constants.
-
-    Returns:
-        The plan. Pass its ``codec`` and its ``algorithm`` to `dtcomm.all_reduce`, `dtcomm.ddp.compress` or
-        `dtcomm.local_sgd.LocalSGD` on all ranks.
-
-    Raises:
-        ValueError: ``codec`` is not valid, or needs an agreement of the ranks, which hierarchies do not have; or there
-            is one rank.
-
-    Example:
-        >>> from dtcomm.planner import LinkRates, plan_links
-        >>> fast, slow = 100, 1  # two sites with two ranks each
-        >>> rates = [[fast, fast, slow, slow]] * 2 + [[slow, slow, fast, fast]] * 2
-        >>> plan = plan_links(LinkRates(gbit=rates), "int8")
-        >>> plan.codec, plan.groups
-        ('none/int8', ((0, 1), (2, 3)))
-    """
-    given: object = links
-    if not isinstance(given, LinkRates):
-        what = "LinkRates.from_doctor reads a file"
-        raise TypeError(f"links: expected a dtcomm.planner.LinkRates, got {type(given).__name__}; {what}")
-    lossy = parse_codec(codec)
-    if lossy.needs_agreement:
-        raise ValueError(f"codec: {lossy}: uses one representation on all levels of a hierarchy")
-    if links.ranks < 2:
-        raise ValueError("links: one rank has no links")
-    groups = links.groups()
-    topology = Topology.of([_group_of(rank, groups) for rank in range(links.ranks)])
-    inside, between = _level_costs(links, topology)
-    is_memory = inside.bandwidth >= SHARED_MEMORY_BANDWIDTH
-    candidates = []
-    for name, levels in _candidates(lossy, len(groups), is_memory):
-        schedule = algorithms.build(name, "all_reduce", links.ranks, hosts=groups)
-        cost = table.compute_cost(levels[-1])
-        time = simulate(schedule, numel, levels, (inside, between), cost, dtype, topology.level)
-        overhead = FIXED_OVERHEAD[len(groups) > 1] * sum(level != NONE for level in levels)
-        candidates.append((_spec(levels), name, time.seconds + overhead))
-    best = candidates[0]
-    for candidate in candidates[1:]:
-        if candidate[2] * MIN_HIERARCHY_GAIN <= best[2]:
-            best = candidate
-    spec, name, seconds = best
-    schedule = algorithms.build(name, "all_reduce", links.ranks, hosts=groups)
-    return LinkPlan(
-        codec=spec,
-        algorithm="direct" if len(groups) == 1 else schedule,
-        groups=groups,
-        reason=(
-            f"{_describe(groups, inside, between)}: {name} with {spec} {seconds * 1e3:.3g} ms, with none "
-            f"{min(time for other, _, time in candidates if other == 'none') * 1e3:.3g} ms (predicted)"
-        ),
-        seconds=tuple(sorted(candidates, key=lambda candidate: candidate[2])),
-    )
-
-
 @functools.lru_cache(maxsize=64)
 def levels_of(
     text: str,
@@ -346,19 +221,6 @@ def levels_of(
     )
 
 
-def _candidates(lossy: Codec, groups: int, is_memory: bool) -> list[tuple[str, tuple[Codec, ...]]]:
-    """Return algorithms with the codecs of their levels; those that lose more come later."""
-    if groups == 1:
-        return [("two_shot", (level,)) for level in ((NONE,) if is_memory else (NONE, lossy))]
-    found: list[tuple[str, tuple[Codec, ...]]] = [
-        ("two_shot", (NONE,)),
-        ("hierarchical", (NONE, NONE)),
-        ("hierarchical", (NONE, lossy)),
-        ("two_shot", (lossy,)),
-    ]
-    return found if is_memory else [*found, ("hierarchical", (lossy, lossy))]
-
-
 def _level_costs(links: LinkRates, topology: Topology) -> tuple[LinkCost, LinkCost]:
     """Return the worst link inside groups, and a rank's share of the worst one between them, or one of them twice."""
     levels: tuple[list[tuple[int, int]], ...] = ([], [])
@@ -370,17 +232,6 @@ def _level_costs(links: LinkRates, topology: Topology) -> tuple[LinkCost, LinkCo
     first = inside or between
     assert first is not None
     return first, between or first
-
-
-def _describe(groups: Sequence[Sequence[int]], inside: LinkCost, between: LinkCost) -> str:
-    rates = [f"{cost.bandwidth / GBIT:.3g} Gbit/s" for cost in (inside, between)]
-    if len(groups) == 1:
-        return f"links of equal rates, {rates[0]}"
-    return f"{len(groups)} groups of ranks, {rates[0]} inside and {rates[1]} for each rank between them"
-
-
-def _spec(levels: Sequence[Codec]) -> str:
-    return "/".join(dict.fromkeys(map(str, levels)))
 
 
 def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm
-from dtcomm import context_parallel, ddp, fsdp, planner
+from dtcomm import context_parallel, ddp, fsdp
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import Layout
 from dtcomm.errors import CollectiveMismatch, PeerLost
@@ -142,7 +142,6 @@ CALLS: list[tuple[Callable[[int], Any], type[Exception], str]] = [
     (lambda _: fsdp.compress(sharded(), "int8").rescale(math.nan), ValueError, "factor: .* got nan"),
     (lambda _: fsdp.ShardedOptimizer([], adam()), TypeError, "optimizer: expected a class such as AdamW"),  # type: ignore[arg-type]
     (lambda _: MoE(64, 4, torch.nn.Linear(64, 64)), TypeError, "expert: .* function .* got a Linear"),
-    (lambda _: planner.plan_links("doctor.json"), TypeError, "links: .* got str; LinkRates.from_doctor"),  # type: ignore[arg-type]
     (attend, CollectiveMismatch, "k: all ranks need as many tokens"),
     (lose_inputs, PeerLost, r"model.join\(\)"),
 ]

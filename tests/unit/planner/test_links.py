@@ -1,18 +1,17 @@
-"""Ranks are grouped by the rates of their links, and a codec is chosen for the links on which it pays."""
+"""Ranks are grouped by the rates of their links."""
 
 from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.planner import LinkRates, Table, explain, levels_of, plan_links
-from dtcomm.schedule import Schedule
+from dtcomm.planner import Table, explain, levels_of
+from dtcomm.planner.links import LinkRates
 
 
 def sites(*sizes: int, fast: float, slow: float) -> LinkRates:
@@ -22,68 +21,41 @@ def sites(*sizes: int, fast: float, slow: float) -> LinkRates:
 
 
 @pytest.mark.parametrize(
-    ("links", "groups", "codec"),
+    ("links", "groups"),
     [
-        (sites(2, 2, fast=100, slow=1), ((0, 1), (2, 3)), "none/int8"),
-        (sites(2, 2, fast=10, slow=1), ((0, 1), (2, 3)), "none/int8"),
-        (sites(1, 3, fast=10, slow=0.5), ((0,), (1, 2, 3)), "none/int8"),
-        (sites(2, 2, 2, fast=1000, slow=100), ((0, 1), (2, 3), (4, 5)), "none/int8"),
-        (sites(2, 2, fast=10, slow=6), ((0, 1, 2, 3),), "int8"),
-        (sites(4, fast=1, slow=1), ((0, 1, 2, 3),), "int8"),
-        (sites(4, fast=800, slow=800), ((0, 1, 2, 3),), "none"),
-        (sites(2, 2, fast=8000, slow=4000), ((0, 1), (2, 3)), "none"),
+        (sites(2, 2, fast=100, slow=1), ((0, 1), (2, 3))),
+        (sites(1, 3, fast=10, slow=0.5), ((0,), (1, 2, 3))),
+        (sites(2, 2, 2, fast=1000, slow=100), ((0, 1), (2, 3), (4, 5))),
+        (sites(2, 2, fast=10, slow=6), ((0, 1, 2, 3),)),
+        (sites(4, fast=1, slow=1), ((0, 1, 2, 3),)),
     ],
 )
-def test_the_codec_is_used_on_the_links_where_it_pays(
-    links: LinkRates, groups: tuple[tuple[int, ...], ...], codec: str
+def test_links_whose_rates_differ_by_a_factor_of_two_divide_ranks(
+    links: LinkRates, groups: tuple[tuple[int, ...], ...]
 ) -> None:
-    plan = plan_links(links, "int8")
-    assert plan.groups == groups and plan.codec == codec
-    seconds = {(spec, name): time for spec, name, time in plan.seconds}
-    assert seconds[codec, "hierarchical" if "/" in codec else "two_shot"] <= seconds["none", "two_shot"]
-    if "/" in codec:
-        assert isinstance(plan.algorithm, Schedule)
-        host_of = {rank: group for group in groups for rank in group}
-        assert all(
-            transfer.level == (host_of[transfer.src] != host_of[transfer.dst])
-            for transfer in plan.algorithm.transfers
-        )
-        assert "groups of ranks" in str(plan)
-    elif len(groups) == 1:
-        assert plan.algorithm == "direct"
+    assert links.groups() == groups
 
 
 def test_one_slow_rank_is_a_group_of_its_own() -> None:
     gbit = [[10.0] * 4 for _ in range(4)]
     for other in range(4):
         gbit[other][2] = 0.5  # into rank 2 alone
-    plan = plan_links(LinkRates(gbit=gbit))
-    assert plan.groups == ((0, 1, 3), (2,)) and plan.codec == "none/int8"
-
-
-def test_a_small_message_is_not_encoded() -> None:
-    links = sites(2, 2, fast=100, slow=1)
-    slow = LinkRates(gbit=links.gbit, latency_us=[[1000.0] * 4] * 4)
-    assert plan_links(links, numel=64).codec == plan_links(slow, numel=4096).codec == "none"
-    assert plan_links(slow, "int4").codec == "none/int4"
+    assert LinkRates(gbit=gbit).groups() == ((0, 1, 3), (2,))
 
 
 def link(a: int, b: int, gbit: tuple[float, float], error: str = "") -> dict[str, Any]:
     return {"ranks": [a, b], "level": "", "gbit": list(gbit), "latency_us": 10.0 * (a + b), "error": error}
 
 
-def test_the_rates_are_those_of_the_doctor(tmp_path: Path) -> None:
+def test_the_rates_are_those_of_the_doctor() -> None:
     links = [link(0, 1, (50, 40)), link(2, 3, (60, 60)), link(0, 2, (2, 1)), link(1, 3, (3, 4))]
     hosts = {"name": "ranks", "details": {"hosts": ["a", "a", "b", "b"]}}
     report = {"ok": True, "checks": [hosts, {"name": "links", "details": {"links": links}}]}
-    path = tmp_path / "doctor.json"
-    path.write_text(json.dumps(report))
-    rates = LinkRates.from_doctor(path)
-    assert rates == LinkRates.from_doctor(report)
+    rates = LinkRates.from_doctor(report)
     assert rates.gbit[0][1] == 50 and rates.gbit[1][0] == 40
     assert (rates.gbit[0][3], rates.gbit[3][0]) == (2, 1), "not measured: the worst of its hosts"
     assert rates.latency_us is not None and rates.latency_us[0][3] == 40
-    assert plan_links(rates).groups == ((0, 1), (2, 3))
+    assert rates.groups() == ((0, 1), (2, 3))
     links[2] = link(0, 2, (0, 0), "PeerLost: gone")
     with pytest.raises(ValueError, match="report: the link between ranks 0 and 2 failed: PeerLost"):
         LinkRates.from_doctor(report)
@@ -108,13 +80,6 @@ def test_the_rates_are_those_of_the_doctor(tmp_path: Path) -> None:
 def test_wrong_rates_are_named(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         LinkRates(**arguments)
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="codec: exact"):
-        plan_links(sites(2, fast=1, slow=1), "exact:bits=32")
-    with pytest.raises(ValueError, match="one rank has no links"):
-        plan_links(LinkRates(gbit=[[1]]))
 
 
 HOSTS = ((0,), (1,), (2,), (3,))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from dtcomm.extensions.jobs.command.flags import TrainingModel
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.layout import Job
 from dtcomm.extensions.jobs.search import FIXABLE
-from dtcomm.planner.links import read_json
 from dtcomm.system import allowed_cores
 
 BATCH_TOKENS = 4 * 2**20  # of a step, if --batch is not given: that of Llama 2, and of Llama 3 at its start
@@ -91,13 +92,24 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     )  # fmt: skip
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; ValueError names the file if it cannot be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
 def system_of(arguments: argparse.Namespace) -> System:
     """Return the system that the flags describe."""
     sources = [name for name in ("system", "inside", "topology") if getattr(arguments, name) is not None]
     if len(sources) > 1:
         raise ValueError(f"--{sources[0]} and --{sources[1]}: give one of them")
     if arguments.topology is not None:
-        system = hardware.system_from_dict(read_json(arguments.topology))
+        system = hardware.system_from_dict(_read_json(arguments.topology))
     elif arguments.inside is not None or (arguments.between is not None and arguments.system is None):
         inside, between = arguments.inside or "memory", arguments.between or arguments.inside
         system = hardware.system_from_links(inside, between, arguments.device, arguments.nics or 1)
