@@ -235,7 +235,8 @@ class Report(RankReport):
             + (f", {format_bytes(self.leaving_bytes)} left this host" if self.leaving_bytes else "")
             + (f", in {self.seconds:.3g} s of collectives" if self.seconds else ""),
             "compressed": self.uncompressed or self._coverage(),
-            "memory": _format_memory({kind: size for kind, size in memory.items() if size}) or "none",
+            "memory": ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in memory.items() if size)
+            or "none",
             "errors": "; ".join(
                 [", ".join(errors) or "not sampled", *_guard_lines(self.fidelity, self.events)]
             ),
@@ -311,7 +312,7 @@ class Report(RankReport):
 
     def _title(self) -> str:
         policy = self.policy.replace(DEFAULT_RULES, "")
-        feedback = _format_feedback(self.feedback)
+        feedback = self.feedback if isinstance(self.feedback, str) else "on" if self.feedback else "off"
         feedback += f" ({self.feedback_reason})" if self.feedback_reason else ""
         return (
             f"dtcomm {self.integration}: {policy}, feedback {feedback}, rank {self.rank} of {self.world_size}"
@@ -332,7 +333,11 @@ class Report(RankReport):
             "",
             "",
         )
-        return list(COLUMNS), [*map(_row_cells, self.rows), total], _left(COLUMNS)
+        rows = [
+            (row.what, row.codec, row.dtype, *_number_cells(row), row.reason or _names(row.names))
+            for row in self.rows
+        ]
+        return list(COLUMNS), [*rows, total], _left(COLUMNS)
 
     def _lines(self) -> Iterator[str]:
         if self.uncompressed:
@@ -430,11 +435,6 @@ def describe_uncompressed(rows: Sequence[Row], unit: str = "parameters") -> str:
     return f"{nothing_is}: {'; '.join(parts)}"
 
 
-def _row_cells(row: Row) -> tuple[str, ...]:
-    """Return the cells of the table, in the order of `COLUMNS`."""
-    return (row.what, row.codec, row.dtype, *_number_cells(row), row.reason or _names(row.names))
-
-
 def _message_cells(row: MessageRow) -> tuple[str, ...]:
     """Return the cells of the table, in the order of `MESSAGE_COLUMNS`."""
     known = row.seconds is not None and row.calls > 0
@@ -489,11 +489,3 @@ def _which(row: Row, rows: Sequence[Row], unit: str) -> str:
     if row.tensors == total:
         return (f"all {total} {unit}" if total > 1 else f"the only {unit.removesuffix('s')}") + share
     return f"{row.tensors} of {total} {unit}{share}, {_names(tuple(sorted(row.names)))}"
-
-
-def _format_feedback(feedback: bool | str) -> str:
-    return feedback if isinstance(feedback, str) else "on" if feedback else "off"
-
-
-def _format_memory(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in sizes.items())
