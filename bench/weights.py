@@ -106,7 +106,7 @@ def rounds(function: Callable[[], object], size: int) -> str:
 
 
 def over_link(
-    rank: int, ranks: int, folder: str, hosts: list[str], sizes: list[int], connections: int
+    rank: int, ranks: int, folder: str, hosts: list[str], sizes: list[int], connections: int, gbit: float
 ) -> list[tuple[str, float, float, float]]:
     """Publish random bytes from the first host; on the second, return how long each version took."""
     netns.enter_namespace(hosts[rank])
@@ -131,18 +131,19 @@ def over_link(
                 engine.update(at_least=version)
                 ended = time.monotonic()
                 done.write_text(f"{size} {version}")
-                whole = size / 1e9 * 8 * 9038 / 8948  # of packets of 9000 bytes
+                whole = size / 1e9 * 8 / gbit * 9038 / 8948  # of packets of 9000 bytes
                 name = f"{size / 1e6:g} MB, " + ("first version" if version == 1 else f"version {version}")
                 taken.append((name, whole, engine.report()["receive_s"], ended - float(begun.read_text())))
     return taken
 
 
-def print_link(round_trip_ms: float, control: str, connections: int) -> None:
+def print_link(gbit: float, round_trip_ms: float, control: str, connections: int) -> None:
     """Rows: the bytes at the rate of the link, receiving, and all from publish() to the new weights."""
-    with delayed_link.two_sites(1, round_trip_ms, congestion_control=control) as hosts:
+    with delayed_link.two_sites(gbit, round_trip_ms, congestion_control=control) as hosts:
         with tempfile.TemporaryDirectory() as folder:
-            sizes = [12_000_000, 400_000_000]
-            taken = run_ranks(over_link, 2, folder, hosts, sizes, connections, backend=None, timeout=240)[1]
+            sizes = [12_000_000, 400_000_000] if gbit >= 1 else [12_000_000]
+            arguments = (folder, hosts, sizes, connections, gbit)
+            taken = run_ranks(over_link, 2, *arguments, backend=None, timeout=240)[1]
     for name, whole, receive, total in taken:
         print(f"| {name}, {control} | {whole:.3f} | {receive:.3f} | {total:.3f} |", flush=True)
 
@@ -152,14 +153,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60, help="training steps before the measured ones")
     parser.add_argument("--elements", type=int, default=1 << 26, help="of the tensors that are timed")
-    parser.add_argument(
-        "--link", metavar="CONTROL", help="measure 1 Gbit/s and 75 ms with cubic or bbr, only"
-    )
+    parser.add_argument("--link", metavar="CONTROL", help="measure a long link with cubic or bbr, only")
+    parser.add_argument("--gbit", type=float, default=1, help="of the link, in Gbit/s; below 1: only 12 MB")
     parser.add_argument("--round-trip", type=float, default=75, help="of the link, in ms")
     parser.add_argument("--connections", type=int, default=4, help="over the link")
     options = parser.parse_args()
     if options.link:
-        print_link(options.round_trip, options.link, options.connections)
+        print_link(options.gbit, options.round_trip, options.link, options.connections)
         return
     torch.manual_seed(0)
     master = torch.randn(1 << 24) * 0.02

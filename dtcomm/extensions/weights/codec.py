@@ -29,29 +29,17 @@ _PIECES_AT_ONCE = 8
 
 
 def encode(old: torch.Tensor, new: torch.Tensor, *, threads: int = 0) -> tuple[torch.Tensor, int]:
-    """Encode what turns `old` into `new`.
+    """Return the payload, on the CPU, that turns `old` into `new`, and how many elements differ.
 
-    Args:
-        old: Tensor of any shape, contiguous, in bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, uint8 or int8
-            (packed integers and scales), on the CPU or a CUDA device.
-        new: Tensor with the same shape, dtype and device.
-        threads: CPU threads; 0 takes as many as torch.
+    The tensors have the same shape, dtype and device, CPU or CUDA, and are contiguous. `threads` are of the CPU; 0
+    takes as many as torch. The payload has at most the bytes of `new`, 0.02 % more and 57 bytes.
 
-    Returns:
-        One-dimensional uint8 tensor on the CPU, at most the bytes of `new`, 0.02 % more and 57 bytes; and how many
-        elements differ.
-
-    Raises:
-        ValueError: The tensors differ in shape, dtype or device, or are not contiguous.
-        TypeError: The dtype has no codec.
-
-    Example:
-        >>> import torch
-        >>> old, new = torch.zeros(100_000), torch.zeros(100_000)
-        >>> new[7] = 1.5
-        >>> payload, changed = encode(old, new)
-        >>> payload.numel(), changed
-        (69, 1)
+    >>> old, new = torch.zeros(100_000), torch.zeros(100_000)
+    >>> new[7] = 1.5
+    >>> payload, changed = encode(old, new)
+    >>> decode(old, payload, out=old)
+    >>> payload.numel(), changed, torch.equal(old, new)
+    (69, 1, True)
     """
     kind = _kind("old", old)
     _same("new", new, "old", old)
@@ -75,32 +63,12 @@ def decode(
     threads: int = 0,
     checked: bool = False,
 ) -> None:
-    """Decode the new tensor that a payload of :func:`encode` makes of the old one.
+    """Write to `out` the tensor that a payload makes of `old`; `out` may be `old`, but not overlap it otherwise.
 
-    The payload is checked, together with what `old` shows of being another tensor. A payload does not name the tensor
-    it was made from: compare checksums to be sure of it.
-
-    Args:
-        old: Tensor that was encoded as `old`.
-        payload: Payload: a contiguous uint8 tensor on the CPU, or bytes.
-        out: Tensor that becomes the new one, like `old`; may be `old` itself, but not overlap it otherwise.
-        threads: CPU threads; 0 takes as many as torch.
-        checked: The payload was decoded once with the same `old`; only its head and index are checked again. If `old`
-            has changed since, `out` is wrong, but no other memory is touched.
-
-    Raises:
-        PayloadCorrupt: The payload is damaged, cut off, not made by :func:`encode`, or made for other elements. No byte
-            of `old` has changed; another `out` may hold anything.
-        ValueError: The tensors differ in shape, dtype or device, or are not contiguous.
-        TypeError: The dtype has no codec.
-
-    Example:
-        >>> import torch
-        >>> old, new = torch.zeros(100_000), torch.rand(100_000)
-        >>> payload, _ = encode(old, new)
-        >>> decode(old, payload, out=old)
-        >>> torch.equal(old, new)
-        True
+    The payload is checked, together with what `old` shows of being another tensor. It does not name the tensor it was
+    made from: compare checksums to be sure of it. PayloadCorrupt: `old` has not changed, and another `out` may hold
+    anything. `checked`: the payload was decoded once with the same `old`; only its head and index are checked again.
+    If `old` has changed since, `out` is wrong, but no other memory is touched.
     """
     kind = _kind("old", old)
     _same("out", out, "old", old)

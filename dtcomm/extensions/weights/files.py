@@ -64,7 +64,12 @@ class Index(NamedTuple):
                 n for each in every for n in (each.version, each.base or 0, *(n for _, n in each.parts))
             ]
             names = [name for each in every for name, _ in each.parts]
-            if all(type(n) is int and n >= 0 for n in numbers) and all(map(NAME.fullmatch, names)):
+            is_number = all(type(n) is int and n >= 0 for n in numbers)
+            if (
+                is_number
+                and all(map(NAME.fullmatch, names))
+                and all(n for each in every for _, n in each.parts)
+            ):
                 count = len(listed["releases"])
                 return cls(tuple(every[:count]), every[count] if len(every) > count else None)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
