@@ -37,7 +37,7 @@ def test_a_stopped_server_ends_at_the_timeout(tmp_path: Path) -> None:
         f"127.0.0.1:{port}",
     ]
     server = subprocess.Popen(command, env=ENVIRONMENT)
-    follower = Subscriber({"x": torch.zeros(1000)}, f"tcp://127.0.0.1:{port}", timeout_s=30)
+    follower = Subscriber({"x": torch.zeros(1000)}, f"tcp://127.0.0.1:{port}", timeout_s=120)
     try:
         assert follower.update(at_least=1) == 1
         follower.close()
