@@ -179,6 +179,8 @@ class DirectoryStore(Store):
         path: The folder; it is made if it is not there.
     """
 
+    poll_s = 0.02
+
     def __init__(self, path: str | Path) -> None:
         self._path, self._seen = Path(path), ((0, 0, 0), b"")
         self._path.mkdir(parents=True, exist_ok=True)

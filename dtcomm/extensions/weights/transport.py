@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
-from dtcomm.extensions.weights.patch import bytes_of
+from dtcomm.extensions.weights.slices import bytes_of
 from dtcomm.runtime.bootstrap import tcp
 from dtcomm.streams import HostStreams
 from dtcomm.work import QueuedWork, TorchWork

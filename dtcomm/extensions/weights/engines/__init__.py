@@ -5,6 +5,7 @@ Engines take whole tensors by name. `Sender` publishes those of a trainer, `Rece
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtcomm.extensions.weights.courier import Publisher, Subscriber
+from dtcomm.extensions.weights.files import Index
 from dtcomm.extensions.weights.reshard import published_tensors
-from dtcomm.extensions.weights.store import newest, open_store, read_index, read_store_index
+from dtcomm.extensions.weights.store import open_store
 
 
 class Sender:
@@ -36,7 +38,7 @@ class Sender:
         if self._publisher is not None:
             return self._publisher.version + 1
         store = self._options["store"]
-        return 0 if store is None else newest(read_index(read_store_index(open_store(store)))) + 1
+        return 0 if store is None else Index.read(open_store(store).index()).newest + 1
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int | None = None) -> dict[str, float]:
         """Publish a version.
@@ -106,7 +108,9 @@ class Receiver:
         """
         if self._subscriber is None:
             store = open_store(self._source, timeout_s=self._timeout_s)
-            read_store_index(store, b"", self._timeout_s)  # the first version may not be there yet
+            deadline = time.monotonic() + self._timeout_s
+            while not Index.read(store.index()).releases and time.monotonic() < deadline:
+                time.sleep(store.poll_s)
             for name, tensor in published_tensors(store).items():
                 self._host[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
             options: dict[str, Any] = {"model": self._model, "timeout_s": self._timeout_s}

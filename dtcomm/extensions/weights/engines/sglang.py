@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtcomm.extensions.weights.patch import bytes_of, on_cpu
+from dtcomm.extensions.weights.slices import bytes_of, on_cpu
 from dtcomm.system import write_file
 
 _FILE, _INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
