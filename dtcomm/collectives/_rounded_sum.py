@@ -195,35 +195,26 @@ class RoundedSum(MultiStagePlan):
         tasks = [
             local_tasks.measure_digits(x, to, finite_only) for x, to in zip(inputs, of_inputs, strict=True)
         ]
-        self._run_maximum(ranges.view(-1), seed, OpHooks(before=tasks))
+        plan = self._plan_of(self._maximum, ((ranges.numel(), torch.uint8),), "ranges of bits")
+        plan.run([Buffers(ranges.view(-1), ranges.view(-1))], seed, OpHooks(before=tasks))
 
     def _agree_on_non_finite(self, buffers: Sequence[Buffers], seed: int) -> Check:
         """Return what writes the sums that are Inf or NaN: those of the floating-point standard, in any order."""
-        inputs = [flat(part.input) for part in buffers if part.input is not None]
-        x = torch.cat([tensor.float() for tensor in inputs])
-        nan = x.isnan()
-        seen = torch.stack([(x == torch.inf) | nan, (x == -torch.inf) | nan]).to(torch.uint8)
-        self._run_maximum(seen.view(-1), seed, None)
-        upper, lower = seen.bool()
-        value = torch.where(upper & lower, torch.nan, torch.where(upper, torch.inf, -torch.inf))
-        numels = [tensor.numel() for tensor in inputs]
+        inputs = [flat(part.input).float() for part in buffers if part.input is not None]
+        x = torch.cat(inputs)
+        x[x.isfinite()] = 0
+        plan = self._plan_of(self._maximum._replace(op="sum"), ((x.numel(), x.dtype),), "Inf and NaN")
+        plan.run([Buffers(x, x)], seed, None)
+        sums = torch.split(x, [tensor.numel() for tensor in inputs])
 
         def write() -> None:
-            for part, values, bad in zip(
-                buffers, torch.split(value, numels), torch.split(upper | lower, numels), strict=True
-            ):
+            for part, values in zip(buffers, sums, strict=True):
                 if part.output is not None:
                     first = self._rank * part.output.numel() if self._fields > 1 else 0
-                    own = slice(first, first + part.output.numel())
-                    out = flat(part.output)
-                    out.copy_(torch.where(bad[own], values[own].to(out.dtype), out))
+                    own, out = values[first : first + part.output.numel()], flat(part.output)
+                    out.copy_(torch.where(own.isfinite(), out, own.to(out.dtype)))
 
         return write
-
-    def _run_maximum(self, of: torch.Tensor, seed: int, hooks: OpHooks | None) -> None:
-        """Replace bytes by the largest of all ranks."""
-        plan = self._plan_of(self._maximum, ((of.numel(), of.dtype),), "ranges of bits")
-        plan.run([Buffers(of, of)], seed, hooks)
 
     def _plan_of(self, request: OpSpec, sizes: tuple[ScratchSize, ...], what: str) -> Plan:
         """Return the plan of a stage, whose size may depend on the data. Its name stands for the request."""
