@@ -235,10 +235,11 @@ class Exact(Codec):
 class RoundedExact(Uncompressed):
     """``exact:rounded=true``: sums that are the exact sum, rounded once; hence those of any other correct summation.
 
-    Collectives that sum agree on the range of bits of every block and add as many digits as it takes, as integers:
-    32 bits of each element, 16 more where the bits of a block span more, and further 32 where that is not enough. How
-    much is sent depends on the data; `sum_messages` has the usual case. Every summing call waits for the ranks'
-    agreement when it is issued, also with ``async_op=True``. Where nothing is summed, tensors are sent uncompressed.
+    Collectives that sum agree on the range of bits of every block and add as many digits as it takes, as integers: of
+    32 bits, and of 16 bits above them where these suffice. A large all_reduce sends each rank the digits of its shard,
+    and gathers the rounded results. How much is sent depends on the data; `sum_messages` has the usual case. Every
+    summing call waits for the ranks' agreement when it is issued, also with ``async_op=True``. Where nothing is summed,
+    tensors are sent uncompressed.
 
     It takes no other options. Attributes: ``block``, the elements that share a range of bits, 32.
 
