@@ -313,9 +313,9 @@ def run_ranks(
         [2, 3]
     """
     limit = 3600.0 if timeout is None else timeout
-    with spawn_ranks(
-        fn, world_size, *args, backend=backend, fresh=fresh, env=env, group_timeout=limit
-    ) as ranks:
+    options: dict[str, Any] = {"backend": backend, "fresh": fresh, "env": env}
+    # The limit of the run ends first, so that the error names the ranks that did not return.
+    with spawn_ranks(fn, world_size, *args, group_timeout=2 * limit, **options) as ranks:
         outcomes = ranks.join(timeout, grace=GRACE_SECONDS)
     failures = [o for o in outcomes if not o.ok or o.exitcode]
     if failures:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dtcomm import collectives
 from dtcomm.errors import DtcommError, PeerLost
@@ -128,9 +129,19 @@ def test_sender_of_a_large_message_returns_after_its_memory_was_read() -> None:
 
 
 @pytest.mark.parametrize("numel", [10_000, 300_000, 524_288])
-def test_sender_of_a_message_that_fits_into_the_slots_does_not_wait_for_a_late_receiver(numel: int) -> None:
-    returned, arrived = run_ranks(slow_reader, 2, numel, env=ON)
-    assert returned < arrived
+@on_ranks(2, env=ON)
+def test_sender_of_a_message_that_fits_into_the_slots_does_not_wait_for_its_receiver(
+    rank: int, n: int, numel: int
+) -> None:
+    x, returned = torch.full((numel,), 3.0), torch.zeros(1)
+    collectives.sendrecv(x[:1], 1 - rank, x[1:2], 1 - rank)  # connects the two
+    if rank == 0:
+        collectives.send(x, 1)
+        dist.send(returned, 1)
+    else:
+        dist.recv(returned, 0)  # by Gloo: never, if the sender waits
+        collectives.recv(x.zero_(), 0)
+        assert x.eq(3).all()
 
 
 @on_ranks(2, env=ON)
