@@ -66,6 +66,9 @@ _ENDS = {  # what is left: why it ends
     "extensions/weights/store.py": {
         "requests.get": "a coroutine; the end of the connection is queued",
         "self._socket.recv_into": "the socket has a timeout",
+        "job.done.get": "threads put their end, and their sockets have a timeout; hears Ctrl-C",
+        "result.get": "the same",
+        "self._changed.wait": "within asyncio.wait_for",
     },
     "extensions/weights/transport.py": {
         "self._listener.accept": "does not block",
