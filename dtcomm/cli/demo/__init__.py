@@ -247,7 +247,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         if on_link:
             there = on_link[position]
             cells += [f"{there['step_ms']:.1f}", f"{1 / there['step_against_plain']:.2f}x"]
-        change = f"{run['held_out_against_plain']:+.2%}" if position else ""
+        change = _change(run["held_out_against_plain"]) if position else ""
         table.add_row(run["name"], *cells, f"{run['final_held_out_loss']:.4f}", change)
     console.print(table)
     for line in _notes(summary):
@@ -282,11 +282,15 @@ def _notes(summary: dict[str, Any]) -> Iterator[str]:
         f"{plain / ours:.2f} times as fast." if plain > ours else "no gain."
     )
     yield f"In memory it takes {runs[position]['step_ms']:.1f} ms instead of {runs[0]['step_ms']:.1f} ms."
-    yield f"The held-out loss changes by {on_link[position]['held_out_against_plain']:+.2%}."
+    yield f"The held-out loss changes by {_change(on_link[position]['held_out_against_plain'])}."
     if summary["report"]:
         yield ""
         yield f"Its report with verify={train.PAIRS}, of {train.STEPS_TO_VERIFY} further steps on this link:"
         yield from summary["report"].rstrip().splitlines()
+
+
+def _change(fraction: float) -> str:
+    return f"{round(fraction, 4) + 0.0:+.2%}"  # no -0.00%
 
 
 def write_plot(summary: dict[str, Any], path: Path) -> None:
@@ -334,7 +338,7 @@ def _plot_losses(axes: Any, runs: list[dict[str, Any]], where: str) -> None:
     axes.set_title(f"training loss (lines, smoothed) and held-out loss (rings) {where}")
     axes.grid(axis="y")
     axes.set_xlim(left=0)
-    axes.legend(title="final held-out loss", frameon=False, alignment="left")
+    axes.legend(title="final held-out loss", framealpha=1, edgecolor="none", alignment="left")
 
 
 def _plot_steps(axes: Any, runs: list[dict[str, Any]], on_link: list[dict[str, Any]] | None) -> None:
