@@ -1,5 +1,6 @@
-"""Every script of examples/ is short, runs under torchrun on two ranks, and prints what it promises.
+"""Every script of examples/ is short, runs on two ranks, and prints what it promises.
 
+torchrun starts one of them on one host, and one on two; the others run in forked processes, which have imported torch.
 The notebook's cells run in order, in one process that starts ranks.
 """
 
@@ -8,12 +9,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+
+from dtcomm.launch.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -56,16 +62,39 @@ def outputs(*processes: subprocess.Popen[str]) -> list[str]:
     return [out for out, _ in printed]
 
 
-def torchrun(name: str, *arguments: str) -> str:
-    return outputs(start([*TORCHRUN, "2", "--standalone", f"examples/{name}.py", *arguments]))[0]
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def torchrun(name: str) -> str:
+    return outputs(start([*TORCHRUN, "2", "--standalone", f"examples/{name}.py"]))[0]
+
+
+def run_script(rank: int, ranks: int, name: str, arguments: tuple[str, ...]) -> str:
+    """Run a script as a rank that torchrun has started; return what it printed."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.argv = [str(EXAMPLES / f"{name}.py"), *arguments]
+    with redirect_stdout(StringIO()) as printed:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return printed.getvalue()
+
+
+def on_ranks(name: str, *arguments: str) -> str:
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    printed = run_ranks(run_script, 2, name, arguments, backend=None, fresh=True, env=place, timeout=300)
+    return "".join(printed)
 
 
 def on_two_hosts(name: str) -> str:
     """Run the script as its docstring says: an agent for each emulated host."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = ["--master-addr", "127.0.0.1", "--master-port", port]
+    place = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
     link = "inside=400gbit,2us;between=200mbit,50us"
     agents = [
         start(
@@ -99,7 +128,7 @@ def test_an_example_is_short_and_can_be_copied_alone(name: str) -> None:
 def test_the_loss_falls_and_the_report_has_a_verdict(name: str) -> None:
     if name.startswith("hf_"):
         pytest.importorskip(name.replace("hf_trainer", "transformers").removeprefix("hf_"))
-    printed = on_two_hosts(name) if name == "two_hosts" else torchrun(name)
+    printed = {"ddp": torchrun, "two_hosts": on_two_hosts}.get(name, on_ranks)(name)
     course = losses(printed)
     assert len(course) >= 4 and course[-1] < 0.8 * course[0], printed
     assert name == "moe" or printed.count("\n  verdict ") == 1, printed
@@ -108,7 +137,7 @@ def test_the_loss_falls_and_the_report_has_a_verdict(name: str) -> None:
 
 def test_tensor_parallelism_generates_the_tokens_of_the_whole_model() -> None:
     pytest.importorskip("transformers")
-    printed = torchrun("tensor_parallel")
+    printed = on_ranks("tensor_parallel")
     error, ours, theirs = re.search(
         r"differ by ([\d.]+)%; tokens \[(.*)\], uncompressed \[(.*)\]", printed
     ).groups()  # type: ignore[union-attr]
@@ -116,7 +145,7 @@ def test_tensor_parallelism_generates_the_tokens_of_the_whole_model() -> None:
 
 
 def test_the_backend_gives_the_losses_of_gloo() -> None:
-    ours, theirs = (torchrun("backend", backend) for backend in ("dtcomm", "gloo"))
+    ours, theirs = (on_ranks("backend", backend) for backend in ("dtcomm", "gloo"))
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-4) and len(losses(ours)) == 4
     assert "native" in ours
 
