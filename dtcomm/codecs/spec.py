@@ -235,6 +235,11 @@ def codec(spec: str | Codec) -> Codec:
     entry = CODECS[name]
     if colon and not rest:
         raise ValueError(f"{name}: nothing follows the colon in {spec!r}")
+    if name == "exact" and "rounded" in [part.partition("=")[0].strip() for part in rest.split(",")]:
+        raise ValueError(
+            f"exact: rounded=true keeps every bit, so it goes with no other option; got {spec!r}; valid: {ROUNDED}, or "
+            f"exact with {' and '.join(entry.options())}"
+        )
     # torch.compile cannot trace `dataclasses.fields`, so a spec without options does not call it.
     return entry.make(**entry.fixed, **(options_of(name, rest, entry.options()) if rest else {}))
 

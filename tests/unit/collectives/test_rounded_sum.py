@@ -124,5 +124,8 @@ def test_what_is_sent_alone_is_uncompressed_and_options_are_checked() -> None:
     assert torch.equal(dtcomm.decode(SPEC, dtcomm.encode(SPEC, x), 100), x)
     assert str(codec(SPEC)) == SPEC and codec(SPEC).lossless(torch.float32)
     assert dtcomm.encode(SPEC, x).numel() == 400
-    with pytest.raises(ValueError, match="exact: unknown option 'rounded'"):
-        codec("exact:bits=16,rounded=true")
+    for spec in ("exact:bits=16,rounded=true", "exact:rounded=true,bits=16", "exact:rounded=false"):
+        with pytest.raises(
+            ValueError, match=f"exact: rounded=true .* got '{spec}'; valid: {SPEC}, or exact with"
+        ):
+            codec(spec)
