@@ -251,10 +251,13 @@ class Codec(abc.ABC):
         """
         return self.layout(dtype).payload_bytes(count(numel))
 
-    def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
+    def sum_messages(
+        self, numel: int, collective: str = "all_reduce", dtype: torch.dtype | None = None
+    ) -> list[tuple[int, Codec, torch.dtype]]:
         """The messages of a sum of `numel` elements: (elements, codec, dtype) of each, in order.
 
         It is one message, the tensor itself, unless ranks agree on a representation first (`needs_agreement`).
+        ``dtype`` is that of the tensor; None stands for float32.
         """
         return [(numel, self, torch.float32)]
 

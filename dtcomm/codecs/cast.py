@@ -23,6 +23,7 @@ LOSSLESS_HEAD_BYTES = 16
 CODE_TYPES = {16: torch.int16, 32: torch.int32}  # of exact
 MIN_DIGITS = 4
 ROUNDED = "exact:rounded=true"
+MIN_SCATTERED_ELEMENTS = 2**16  # of its all_reduce: below, another stage takes more time than it saves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +225,9 @@ class Exact(Codec):
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return block_layout(self.block, 1, self.bits)
 
-    def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
+    def sum_messages(
+        self, numel: int, collective: str = "all_reduce", dtype: torch.dtype | None = None
+    ) -> list[tuple[int, Codec, torch.dtype]]:
         return [
             (self.blocks(numel), Uncompressed(), torch.uint8),
             (numel, Uncompressed(), self.code_type),
@@ -237,9 +240,9 @@ class RoundedExact(Uncompressed):
 
     Collectives that sum agree on the range of bits of every block and add as many digits as it takes, as integers: of
     32 bits, and of 16 bits above them where these suffice. A large all_reduce sends each rank the digits of its shard,
-    and gathers the rounded results. How much is sent depends on the data; `sum_messages` has the usual case. Every
-    summing call waits for the ranks' agreement when it is issued, also with ``async_op=True``. Where nothing is summed,
-    tensors are sent uncompressed.
+    and gathers the rounded results. How much is sent depends on the data; `sum_messages` has the usual case of up to
+    16 ranks, and of an all_reduce that is no tree. Every summing call waits for the ranks' agreement when it is issued,
+    also with ``async_op=True``. Where nothing is summed, tensors are sent uncompressed.
 
     It takes no other options. Attributes: ``block``, the elements that share a range of bits, 32.
 
@@ -272,10 +275,12 @@ class RoundedExact(Uncompressed):
         """The number of ranges of `numel` elements."""
         return -(-numel // self.block)
 
-    def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
-        whole = Uncompressed()
-        return [
-            (2 * self.blocks(numel), whole, torch.uint8),
-            (numel, whole, torch.int32),
-            (numel, whole, torch.int16),
-        ]
+    def sum_messages(
+        self, numel: int, collective: str = "all_reduce", dtype: torch.dtype | None = None
+    ) -> list[tuple[int, Codec, torch.dtype]]:
+        whole, itemsize = Uncompressed(), 4 if dtype is None else dtype.itemsize
+        size = 6 if itemsize == 4 else 4  # bytes of the digits of an element
+        if collective == "all_reduce" and numel >= MIN_SCATTERED_ELEMENTS:
+            # A reduce_scatter of digits and an all_gather of results send half an all_reduce each.
+            size = (size + itemsize) // 2
+        return [(2 * self.blocks(numel), whole, torch.uint8), (size * numel, whole, torch.uint8)]

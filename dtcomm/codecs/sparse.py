@@ -211,7 +211,9 @@ class RandK(_Sparse):
         whole, rest = divmod(numel, layout.granule)
         return whole * layout.kept + (layout.kept_of(rest) if rest else 0)
 
-    def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
+    def sum_messages(
+        self, numel: int, collective: str = "all_reduce", dtype: torch.dtype | None = None
+    ) -> list[tuple[int, Codec, torch.dtype]]:
         if not self.needs_agreement:
-            return super().sum_messages(numel)
+            return super().sum_messages(numel, collective, dtype)
         return [(self.kept_in(numel), self.value_codec(), torch.float32)]

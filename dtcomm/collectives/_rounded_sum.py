@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from dtcomm.codecs.cast import MIN_SCATTERED_ELEMENTS
 from dtcomm.collectives._multi_stage import (
     DIRECT,
     NONE,
@@ -33,7 +34,6 @@ from dtcomm.runtime.types import Buffers, OpHooks, OpSpec, Plan, TensorSpec
 
 KEPT_PLANS = 64  # of sums that take other numbers of digits
 MESSAGE_ELEMENTS = 2**20  # of all shards: their digits stay in the cache from the split to the rounding
-MIN_SCATTERED_ELEMENTS = 2**16  # of an all_reduce: below, another stage takes more time than it saves
 # Of an all_reduce, and of the reduce_scatter and the all_gather that it may be made of.
 SCATTERED = {name: name for name in ("auto", DIRECT, "ring", "halving", "hierarchical")} | {
     "two_shot": "one_shot"

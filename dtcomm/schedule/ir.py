@@ -250,7 +250,7 @@ class Schedule:
             The bytes by rank.
         """
         if self.collective in REDUCING and getattr(codec, "needs_agreement", False):
-            return self._bytes_with_agreement(numel, codec)
+            return self._bytes_with_agreement(numel, codec, dtype)
         sent = [0] * self.ranks
         for src, _, size in self._messages(numel, codec, dtype):
             sent[src] += size
@@ -296,11 +296,13 @@ class Schedule:
                 size = self.payload_bytes(transfer.chunk, numel, codec, version.level, dtype)
                 yield transfer.src, transfer.dst, size
 
-    def _bytes_with_agreement(self, numel: int, codec: Any) -> tuple[int, ...]:
+    def _bytes_with_agreement(self, numel: int, codec: Any, dtype: Any) -> tuple[int, ...]:
         shards = 1 if self.collective in CUT_AT_GRANULES else self.ranks
         sent = [
-            self.bytes_on_wire(count * shards, message_codec, dtype)
-            for count, message_codec, dtype in codec.sum_messages(numel // shards)
+            self.bytes_on_wire(count * shards, message_codec, message_dtype)
+            for count, message_codec, message_dtype in codec.sum_messages(
+                numel // shards, self.collective, dtype
+            )
         ]
         return tuple(map(sum, zip(*sent, strict=True)))
 

@@ -129,3 +129,18 @@ def test_what_is_sent_alone_is_uncompressed_and_options_are_checked() -> None:
             ValueError, match=f"exact: rounded=true .* got '{spec}'; valid: {SPEC}, or exact with"
         ):
             codec(spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [4096, 2**16])
+def test_messages_of_a_sum_have_the_sizes_that_numbers_of_similar_size_take(
+    numel: int, dtype: torch.dtype
+) -> None:
+    _, digits = sum_of(adversarial("plain", 4, numel, dtype))
+    for collective in ("reduce", "reduce_scatter", "all_reduce"):
+        ranges, values = (count for count, *_ in codec(SPEC).sum_messages(numel, collective, dtype))
+        sent = digits.nbytes
+        if collective == "all_reduce" and numel == 2**16:  # each rank rounds a part, and sends it
+            sent = (sent + numel * dtype.itemsize) // 2
+        assert ranges == numel // 16
+        assert values == pytest.approx(sent, rel=0.06), (collective, sent / numel)
