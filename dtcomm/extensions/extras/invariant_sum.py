@@ -176,6 +176,11 @@ class _KeptTerms:
 
     def of(self, key: int, term: torch.Tensor) -> list[torch.Tensor]:
         """Keep a term; return all of the step with the last one, before it nothing."""
+        if term.is_sparse:
+            raise ValueError(
+                f"model: a gradient of shape {tuple(term.shape)} is sparse; valid: dense ones, such as those of an "
+                "nn.Embedding with sparse=False"
+            )
         terms = self._terms.setdefault(key, [])
         terms.append(term.detach().clone())
         return self._terms.pop(key) if len(terms) == self.count // self.ranks else []
@@ -196,8 +201,8 @@ class _KeptTerms:
 def _reduce_bucket(kept: _KeptTerms, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's hook. Terms belong to parameters: DDP makes other buckets after the first backward pass."""
     buffer = bucket.buffer()
-    pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-    terms = [kept.of(id(parameter), gradient.view(-1)) for parameter, gradient in pairs]
+    gradients = [buffer] if buffer.is_sparse else [gradient.view(-1) for gradient in bucket.gradients()]
+    terms = [kept.of(id(p), gradient) for p, gradient in zip(bucket.parameters(), gradients, strict=True)]
     if terms[0]:
         buffer.copy_(kept.mean([torch.cat(step) for step in zip(*terms, strict=True)]))
     else:

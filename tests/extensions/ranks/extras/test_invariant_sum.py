@@ -315,6 +315,10 @@ def test_arguments(rank: int, ranks: int) -> None:
         fix_terms(nn.Sequential(ReplicatedModule(nn.RMSNorm(4), layer.comm, "norm")))
     with pytest.raises(ValueError, match="microbatches: 3"):
         sum_microbatches(DistributedDataParallel(nn.Linear(2, 2)), 3)
+    table = DistributedDataParallel(nn.Embedding(9, 4, sparse=True))
+    sum_microbatches(table, 2)
+    with pytest.raises(ValueError, match=r"model: a gradient of shape \(9, 4\) is sparse"):
+        table(torch.tensor([1, 1, 2])).sum().backward()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
     with pytest.raises(ValueError, match="model: its FSDP2 modules have replicas"):
         sum_microbatches(fully_shard(nn.Linear(2, 2), mesh=mesh))
