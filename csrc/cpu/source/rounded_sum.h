@@ -168,11 +168,14 @@ struct BlockRounding {
       unpack_half(top, high);
       top = high;
     }
+    // A power of two divides the unit, which is exact, and not every element.
+    const bool divide = (divisor & (divisor - 1)) != 0;
+    const double by = static_cast<double>(divisor), unit = power_of_two(position) / (divide ? 1.0 : by);
     with_rows(lower, [&](auto rows) {
-      const auto round = divisor != 1 ? narrower ? round_rows<rows(), true, true> : round_rows<rows(), true, false>
-                         : narrower   ? round_rows<rows(), false, true>
-                                      : round_rows<rows(), false, false>;
-      round(top, from, power_of_two(bits), power_of_two(position), static_cast<double>(divisor), to);
+      const auto round = divide     ? narrower ? round_rows<rows(), true, true> : round_rows<rows(), true, false>
+                         : narrower ? round_rows<rows(), false, true>
+                                    : round_rows<rows(), false, false>;
+      round(top, from, power_of_two(bits), unit, by, to);
     });
   }
 
