@@ -2,8 +2,8 @@
 
 Both prove that they know DTCOMM_SECRET, and each message has an HMAC; nothing is encrypted.
 
-A version that is being published is named in the index as open, with its parts so far. Whoever has the version before
-asks a server for its pieces by number, ahead of time; the server answers as soon as it has them.
+While a version is being published, the index lists it as open, with the parts that are complete. A caller that has the
+previous version asks the server for pieces by number, before they exist; the server sends each as soon as it has it.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Server:
             return
         stream = self._streams[self._token]
         if index.token != self._token:
-            # What was not seen while it was published; whoever has the version before takes the changes since then.
+            # The server did not see this version as open. Callers that have the previous version take the patch.
             latest = [each for each in index.releases if each.version == index.newest]
             for release in sorted(latest, key=lambda each: each.base is None)[:1]:
                 stream.add(release)
