@@ -145,6 +145,9 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName(f"{_C}._distributed_c10d:_detect_dma_connectivity", "NVLink is not named in dtcomm.info()"),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_for_cpu", "ring attention on CPU raises"),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention", "ring attention on CUDA raises"),
+    PrivateName(
+        "torch.distributed._transport:Transport", "dtcomm.extensions.weights.transport raises", "2.15"
+    ),
     # layers and meshes
     PrivateName("torch.nn.modules.batchnorm:_BatchNorm", "SyncBatchNorm is not noticed"),
     PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", "dtcomm.mesh.flatten_axes raises"),
@@ -370,6 +373,11 @@ def open_shared_cuda(device: int, handle: Sequence[Any]) -> torch.UntypedStorage
 def symmetric_memory() -> Any:
     """Return torch's module of symmetric memory."""
     return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+def transport_base() -> Any:
+    """Return the base class of torch's transports; ModuleNotFoundError before torch 2.15."""
+    return importlib.import_module("torch.distributed._transport").Transport
 
 
 def nvlinks(gpu: int) -> Sequence[int] | None:

@@ -7,7 +7,6 @@ is on the CPU. Several connections share a transfer. Both ends prove that they k
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import queue
 import secrets
@@ -23,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dtcomm import torch_compat
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.extensions.weights.slices import bytes_of
 from dtcomm.runtime.bootstrap import tcp
@@ -56,8 +56,7 @@ def tcp_transport(
         >>> from torch.distributed._transport import new_transport  # doctest: +SKIP
         >>> transport = new_transport("dtcomm", connections=8)  # doctest: +SKIP
     """
-    base = importlib.import_module("torch.distributed._transport").Transport
-    return type("TcpTransport", (_Endpoint, base), {})(device, connections, timeout)
+    return type("TcpTransport", (_Endpoint, torch_compat.transport_base()), {})(device, connections, timeout)
 
 
 @dataclass(frozen=True)
