@@ -92,7 +92,14 @@ class Publisher(_Reports):
         self._since_anchor, self._report = 0, {}
         self.version = Index.read(self._store.index()).newest
         self._owned = self._find_owned()
-        self.server = Server(self._store, listen) if listen is not None and self._rank == 0 else None
+        self._server = Server(self._store, listen) if listen is not None and self._rank == 0 else None
+
+    @property
+    def address(self) -> str:
+        """``host:port`` at which this rank serves the store; ValueError where it does not."""
+        if self._server is None:
+            raise ValueError("address: only the first rank of a publisher with listen= serves the store")
+        return self._server.address
 
     def publish(self, version: int | None = None) -> int:
         """Publish the weights as they are now; all ranks call it.
@@ -172,8 +179,8 @@ class Publisher(_Reports):
 
     def close(self) -> None:
         """Stop serving."""
-        if self.server is not None:
-            self.server.close()
+        if self._server is not None:
+            self._server.close()
 
     def _slices(self) -> dict[str, Slice]:
         state = self._weights.state_dict() if isinstance(self._weights, nn.Module) else self._weights

@@ -169,8 +169,7 @@ def test_engines_follow_over_tcp_and_through_a_relay(tmp_path: Path, monkeypatch
     monkeypatch.setenv("DTCOMM_SECRET", "s")
     weights = state()
     trainer = Publisher(weights, listen="127.0.0.1:0", part_bytes=200_000)
-    assert trainer.server is not None
-    source = f"tcp://{trainer.server.address}"
+    source = f"tcp://{trainer.address}"
     relay = Server(tmp_path, "127.0.0.1:0", upstream=source)
     engines = [zeros(weights), zeros(weights)]
     followers = [
@@ -220,9 +219,8 @@ def test_parts_are_received_before_a_version_is_complete_and_not_applied() -> No
     weights = {f"x{i}": torch.randn(1 << 19) for i in range(3)}  # each one is a part
     old, engine = ({name: tensor.clone() for name, tensor in weights.items()} for _ in range(2))
     trainer = Publisher(weights, Watched(before), listen="127.0.0.1:0")
-    assert trainer.server is not None
     trainer.publish(0)
-    relay = Server(Store(), "127.0.0.1:0", upstream=f"tcp://{trainer.server.address}")
+    relay = Server(Store(), "127.0.0.1:0", upstream=f"tcp://{trainer.address}")
     follower = Subscriber(engine, f"tcp://{relay.address}")
     with closing(follower, relay, trainer):
         follower.update(at_least=0)
@@ -245,10 +243,9 @@ def test_what_a_failed_publisher_left_is_not_used(tcp: bool) -> None:
     weights = {f"x{i}": torch.randn(1 << 19) for i in range(3)}
     store = Watched(before)
     trainer = Publisher(weights, store, listen="127.0.0.1:0")
-    assert trainer.server is not None
     trainer.publish(0)
     engine = zeros(weights)
-    follower = Subscriber(engine, f"tcp://{trainer.server.address}" if tcp else store)
+    follower = Subscriber(engine, f"tcp://{trainer.address}" if tcp else store)
     with closing(follower, trainer):
         follower.update()
         old = {name: tensor.clone() for name, tensor in weights.items()}
@@ -285,9 +282,8 @@ def test_files_outside_a_store_are_not_served(tmp_path: Path) -> None:
 def test_a_version_is_received_over_connections_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"x": torch.randn(3_000_000)}
     trainer = Publisher(weights, listen="127.0.0.1:0")
-    assert trainer.server is not None
     trainer.publish()
-    follower = Subscriber(zeros(weights), f"tcp://{trainer.server.address}", timeout_s=10)
+    follower = Subscriber(zeros(weights), f"tcp://{trainer.address}", timeout_s=10)
     source = follower._source
     ended = threading.Event()
 
@@ -306,9 +302,8 @@ def test_a_version_is_received_over_connections_that_end(monkeypatch: pytest.Mon
 
 def test_a_server_that_is_gone_ends_at_the_timeout() -> None:
     trainer = Publisher(state(), listen="127.0.0.1:0")
-    assert trainer.server is not None
     trainer.publish()
-    address = trainer.server.address
+    address = trainer.address
     trainer.close()
     follower = Subscriber(zeros(state()), f"tcp://{address}", timeout_s=0.5)
     with pytest.raises(PeerLost, match=address.rpartition(":")[2]):
