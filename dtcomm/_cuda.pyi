@@ -1,5 +1,6 @@
 """The CUDA kernels, as csrc/python/cuda*.cpp binds them; this module exists where nvcc was found."""
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 # csrc/python/cuda.cpp
@@ -62,6 +63,36 @@ def expand(
     left: int,
     right: int,
     finite: int,
+    stream: int,
+) -> None: ...
+
+# csrc/python/cuda_rounded_sum.cpp
+def measure_digits(
+    tensor: int, dtype: int, numel: int, finite_only: bool, tops: int, lows: int, stream: int
+) -> None: ...
+def count_digits(ranks: int, tops: int, lows: int, blocks: int, halves: int, stream: int) -> None: ...
+def split_digits(
+    ranks: int,
+    tops: int,
+    lows: int,
+    ends: int,
+    tensor: int,
+    dtype: int,
+    numel: int,
+    digits: int,
+    offsets: Sequence[int],
+    stream: int,
+) -> None: ...
+def round_digits(
+    ranks: int,
+    tops: int,
+    lows: int,
+    ends: int,
+    digits: int,
+    numel: int,
+    divisor: int,
+    dtype: int,
+    out: int,
     stream: int,
 ) -> None: ...
 

@@ -80,9 +80,13 @@ DTCOMM_HD std::uint8_t low_code(int position) {
 DTCOMM_HD int position_of(std::uint8_t low) { return low == 0 ? 0 : (255 - low) * 2 + kLowestPosition; }
 
 // The byte of a block from its largest and smallest magnitude but 0, and all of them or-ed.
-inline std::uint8_t low_of(std::uint32_t top, std::uint32_t smallest, std::uint32_t any) {
+DTCOMM_HD std::uint8_t low_of(std::uint32_t top, std::uint32_t smallest, std::uint32_t any) {
   if (top == 0) return 0;
+#if defined(__CUDA_ARCH__)
+  const int zeros = __ffs(static_cast<int>(any | 0x800000)) - 1;
+#else
   const int zeros = __builtin_ctz(any | 0x800000);
+#endif
   const std::uint32_t exponent = smallest >> 23;
   return low_code(kLowestPosition + static_cast<int>(exponent == 0 ? 0 : exponent - 1) + zeros);
 }
@@ -90,17 +94,21 @@ inline std::uint8_t low_of(std::uint32_t top, std::uint32_t smallest, std::uint3
 // The binary digits of a block's elements.
 DTCOMM_HD int span_of(std::uint8_t top, std::uint8_t low) { return low == 0 ? 0 : top - 126 - position_of(low); }
 
-// How the blocks of a sum are cut, by their span, in half rows: 2 * whole, and 1 for the 16-bit integers.
+// How a block of a span is cut, in half rows: two for each row of 32-bit digits, and one for the 16-bit integers. Their
+// digits have `bits` and `half` bits.
+DTCOMM_HD unsigned halves_of(int span, int bits, int half) {
+  const int rest = span % bits;
+  return static_cast<unsigned>(2 * (span / bits) + (rest > 0) + (rest > half));
+}
+
+// The same for all spans.
 struct DigitCuts {
   int bits;  // of a 32-bit digit
   std::uint8_t halves[kMostSpan];
 
   explicit DigitCuts(std::size_t ranks) : bits(digits_of(32, ranks)) {
     const int half = digits_of(16, ranks);
-    for (int span = 0, whole = 0, rest = 0; span < kMostSpan; ++span, ++rest) {
-      if (rest == bits) ++whole, rest = 0;
-      halves[span] = static_cast<std::uint8_t>(2 * whole + (rest == 0 ? 0 : rest <= half ? 1 : 2));
-    }
+    for (int span = 0; span < kMostSpan; ++span) halves[span] = static_cast<std::uint8_t>(halves_of(span, bits, half));
   }
 };
 
@@ -119,7 +127,7 @@ constexpr std::size_t kMostDigits = 80;  // (277 bits + carries) / 4 bits, the f
 
 // sums[0] + sums[1] * 2^bits + ..., divided, to 53 significant bits, the last of which is set if others were dropped.
 // `sums` has room for count + 1 digits, and is overwritten.
-inline double value_of_digits(std::int64_t* sums, std::size_t count, int bits, int position, std::uint64_t divisor) {
+DTCOMM_HD double value_of_digits(std::int64_t* sums, std::size_t count, int bits, int position, std::uint64_t divisor) {
   const auto carry_all = [&] {
     std::int64_t carry = 0;
     for (std::size_t k = 0; k < count; ++k) {

@@ -39,12 +39,6 @@ py::dict platform() {
   return result;
 }
 
-bool floating(DType dtype) { return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16; }
-
-void check_floats(const char* name, DType dtype) {
-  if (!floating(dtype)) throw py::value_error(std::string(name) + ": must be fp32, fp16 or bf16");
-}
-
 Codec device_codec_of(const py::bytes& bytes) {
   const Codec codec = codec_of(bytes);
   if (codec.family == Family::exact) throw py::value_error("codec: exact has no CUDA kernel");
@@ -139,6 +133,7 @@ PYBIND11_MODULE(_cuda, module) {
              "out = the decoded payload in out_dtype, queued on the stream; addresses are the device's.");
   bind_cuda_fused(module);
   bind_cuda_low_rank(module);
+  bind_cuda_rounded_sum(module);
 }
 
 }  // namespace dtcomm::python

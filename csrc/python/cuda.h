@@ -10,11 +10,19 @@
 #include <string>
 
 #include "core/status.h"
+#include "core/types.h"
 
 namespace dtcomm::python {
 
 void bind_cuda_fused(pybind11::module_& module);
 void bind_cuda_low_rank(pybind11::module_& module);
+void bind_cuda_rounded_sum(pybind11::module_& module);
+
+inline bool floating(DType dtype) { return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16; }
+
+inline void check_floats(const char* name, DType dtype) {
+  if (!floating(dtype)) throw pybind11::value_error(std::string(name) + ": must be fp32, fp16 or bf16");
+}
 
 inline void check_aligned(const char* name, std::uintptr_t address, std::size_t to) {
   if (address % to != 0) throw pybind11::value_error(std::string(name) + ": must be aligned to " + std::to_string(to));

@@ -47,9 +47,7 @@ void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::ui
             std::uintptr_t stream) {
   cuda::Expansion call = {};
   call.dtype = dtype_of(dtype);
-  if (call.dtype != DType::f32 && call.dtype != DType::f16 && call.dtype != DType::bf16) {
-    throw py::value_error("dtype: must be fp32, fp16 or bf16");
-  }
+  check_floats("dtype", call.dtype);
   if (rank < 1 || rank > kMaxRank) throw py::value_error("rank: must be 1 to " + std::to_string(kMaxRank));
   check_aligned("gradient", gradient, size_of(call.dtype));
   check_aligned("residual", residual, sizeof(float));

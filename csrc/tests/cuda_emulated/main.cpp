@@ -14,6 +14,7 @@
 #include "tests/cuda_emulated/fused_check.h"
 #include "tests/cuda_emulated/kernel_cases.h"
 #include "tests/cuda_emulated/low_rank.h"
+#include "tests/cuda_emulated/rounded_sum.h"
 #include "tests/cuda_emulated/test_inputs.h"
 
 namespace {
@@ -87,7 +88,7 @@ int main(int count, char** arguments) {
   const bool skips_fused = count > 2 && std::strcmp(arguments[2], "kernels") == 0;
   if (!skips_fused && !fused_tests(arguments[1], orders)) return EXIT_FAILURE;
   if (alone) return EXIT_SUCCESS;
-  if (!low_rank_tests()) return EXIT_FAILURE;
+  if (!low_rank_tests() || !rounded_sum_tests()) return EXIT_FAILURE;
   const Kernels& cpu = *find_kernels("generic");
   long calls = 0, launches = 0;
   for (const Codec& codec : read_codecs(arguments[1])) {

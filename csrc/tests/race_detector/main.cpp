@@ -11,6 +11,6 @@ int main(int count, char** arguments) {
   constexpr unsigned kOrders = 330, kEvery = 24;
   const unsigned orders = count > 2 ? static_cast<unsigned>(std::atoi(arguments[2])) : kOrders;
   const bool all = litmus_tests() && kernel_tests(arguments[1], orders > kOrders ? 1 : kEvery) && low_rank_tests() &&
-                   fused_tests(arguments[1], orders);
+                   rounded_sum_tests() && fused_tests(arguments[1], orders);
   return all ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -19,6 +19,9 @@ bool kernel_tests(const std::string& folder, unsigned every);
 // Gram-Schmidt has no race, and has one if any barrier is left out.
 bool low_rank_tests();
 
+// The steps of a correctly rounded sum have no race, and have one if two parts have the same place.
+bool rounded_sum_tests();
+
 // The fused collectives have no race in `orders` random scenarios and in calls that miss a rank, and have one if
 // anything that orders memory is left out.
 bool fused_tests(const std::string& folder, unsigned orders);
