@@ -1,8 +1,8 @@
 """Correctly rounded sums: codec ``exact:rounded=true``.
 
 The ranks agree on the range of bits of each block, and then on how many digits the sum takes, which depends on the
-data. So a call runs the agreement to its end when it is issued; its other stages are queued like those of other
-multi-stage sums. docs/how-it-works/exact-sums.md describes the arithmetic.
+data. So a call runs the agreement to its end when it is issued, and the host waits for it; its other stages are queued
+like those of other multi-stage sums. docs/how-it-works/exact-sums.md describes the arithmetic.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dtcomm.collectives._multi_stage import (
     flat,
     split,
 )
+from dtcomm.errors import DtcommError
 from dtcomm.kernels import local_tasks
 from dtcomm.kernels.local_tasks import SumRange
 from dtcomm.kernels.reference.reproducible import NAN_BLOCK
@@ -109,42 +110,42 @@ class RoundedSum(MultiStagePlan):
             raise ValueError(f"residual: {self._name} loses nothing that a residual could keep; valid: None")
         inputs = [x for part in buffers for x in split(part.input, self._fields) if x is not None]
         blocks = [-(-x.numel() // BLOCK) for x in inputs]
-        ranges = torch.empty(2, sum(blocks), dtype=torch.uint8)
-        of_inputs = [
-            SumRange(self._ranks, top, low)
-            for top, low in zip(*(torch.split(half, blocks) for half in ranges), strict=True)
-        ]
+        ranges = torch.empty(2, sum(blocks), dtype=torch.uint8, device=inputs[0].device)
+        agreed = SumRange(self._ranks, *ranges)
         check = None
-        self._agree(inputs, of_inputs, ranges, seed, finite_only=False)
-        finite = not (ranges[0] == NAN_BLOCK).any()
+        on_host = self._agree(inputs, agreed.split(blocks), ranges, seed, finite_only=False)
+        finite = not (on_host[0] == NAN_BLOCK).any()
         if not finite:
             check = self._agree_on_non_finite(buffers, seed)
-            self._agree(inputs, of_inputs, ranges, seed, finite_only=True)
-        pairs = list(zip(inputs, of_inputs, strict=True))
+            on_host = self._agree(inputs, agreed.split(blocks), ranges, seed, finite_only=True)
+        counted = SumRange(self._ranks, *on_host)
+        of_inputs = list(zip(inputs, agreed.placed().split(blocks), counted.split(blocks), strict=True))
         stages: list[Stage] = []
         for message in self._messages:
-            stages += self._stages_of(message, buffers, pairs, finite, scratch)
+            stages += self._stages_of(message, buffers, of_inputs, finite, scratch)
         return stages, check
 
     def _stages_of(
         self,
         message: Sequence[_Region],
         buffers: Sequence[Buffers],
-        inputs: Sequence[tuple[torch.Tensor, SumRange]],
+        inputs: Sequence[tuple[torch.Tensor, SumRange, SumRange]],
         finite: bool,
         scratch: Scratch,
     ) -> list[Stage]:
-        """Return the sum of the digits of a message, and the collective of its results if there is one."""
+        """Return the sum of the digits of a message, and the collective of its results if there is one.
+
+        ``inputs`` are tensors, the ranges of their blocks, and these ranges on the host.
+        """
         shards, own = self._shards, self._rank if self._shards > 1 else 0
         # For each region its elements, of all shards or for each, and how many digits each shard has.
         pieces, counts = [], []
         for region in message:
             first, numel = region.start, region.numel * (shards if region.scattered else 1)
             fields = inputs[region.part * self._fields : (region.part + 1) * self._fields]
-            of_region = [(x[first : first + numel], agreed.of(first, numel)) for x, agreed in fields]
-            count = [
-                n for _, agreed in of_region for n in agreed.count_digits(shards if region.scattered else 1)
-            ]
+            of_region = [(x[first : first + numel], agreed.of(first, numel)) for x, agreed, _ in fields]
+            parts = shards if region.scattered else 1
+            count = [n for *_, counted in fields for n in counted.of(first, numel).count_digits(parts)]
             pieces.append(of_region)
             counts.append(count if len(count) == shards else count * shards)
         size = _rounded_up(max(map(sum, zip(*counts, strict=True))))
@@ -190,13 +191,16 @@ class RoundedSum(MultiStagePlan):
         seed: int,
         *,
         finite_only: bool,
-    ) -> None:
-        """Make ``ranges`` the ranges of bits of all ranks."""
+    ) -> torch.Tensor:
+        """Make ``ranges`` the ranges of bits of all ranks, and return them on the host."""
         tasks = [
             local_tasks.measure_digits(x, to, finite_only) for x, to in zip(inputs, of_inputs, strict=True)
         ]
         plan = self._plan_of(self._maximum, ((ranges.numel(), torch.uint8),), "ranges of bits")
+        if not ranges.is_cpu and torch.cuda.is_current_stream_capturing():
+            raise DtcommError(f"codec: a graph cannot capture {self._name}: the host waits for the ranks")
         plan.run([Buffers(ranges.view(-1), ranges.view(-1))], seed, OpHooks(before=tasks))
+        return ranges.cpu()
 
     def _agree_on_non_finite(self, buffers: Sequence[Buffers], seed: int) -> Check:
         """Return what writes the sums that are Inf or NaN: those of the floating-point standard, in any order."""

@@ -6,7 +6,8 @@ and a CUDA graph may capture it. Callers have checked the tensors: contiguous, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -122,6 +123,54 @@ def expand(
             address(finite),
             torch.cuda.current_stream(device).cuda_stream,
         )
+
+
+def measure_digits(x: torch.Tensor, tops: torch.Tensor, lows: torch.Tensor, finite_only: bool) -> None:
+    """:func:`dtcomm.kernels.local_tasks.measure_digits` in one launch."""
+    _queue(_cuda.measure_digits, x, ELEMENT_TYPES[x.dtype], x.numel(), finite_only, tops, lows)
+
+
+def ends_of_digits(ranks: int, tops: torch.Tensor, lows: torch.Tensor) -> torch.Tensor:
+    """For each block how many times sixteen integers the digits of all blocks up to it are, int64."""
+    halves = torch.empty(tops.numel(), dtype=torch.int32, device=tops.device)
+    _queue(_cuda.count_digits, ranks, tops, lows, tops.numel(), halves)
+    return halves.cumsum(0)
+
+
+def split_digits(
+    ranks: int,
+    tops: torch.Tensor,
+    lows: torch.Tensor,
+    ends: torch.Tensor | None,
+    x: torch.Tensor,
+    digits: torch.Tensor,
+    offsets: Sequence[int],
+) -> None:
+    """:func:`dtcomm.kernels.local_tasks.split_digits` in one launch per 64 parts."""
+    dtype = ELEMENT_TYPES[x.dtype]
+    _queue(_cuda.split_digits, ranks, tops, lows, ends, x, dtype, x.numel(), digits, offsets)
+
+
+def round_digits(
+    ranks: int,
+    tops: torch.Tensor,
+    lows: torch.Tensor,
+    ends: torch.Tensor | None,
+    digits: torch.Tensor,
+    divisor: int,
+    out: torch.Tensor,
+) -> None:
+    """:func:`dtcomm.kernels.local_tasks.round_digits` in one launch."""
+    dtype = ELEMENT_TYPES[out.dtype]
+    _queue(_cuda.round_digits, ranks, tops, lows, ends, digits, out.numel(), divisor, dtype, out)
+
+
+def _queue(kernel: Callable[..., None], *arguments: Any) -> None:
+    """Queue a kernel of the tensors among the arguments, of which it takes the addresses."""
+    device = _device_of(*(argument for argument in arguments if isinstance(argument, torch.Tensor)))
+    numbers = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+    with torch.cuda.device(device):
+        kernel(*numbers, torch.cuda.current_stream(device).cuda_stream)
 
 
 def _shape(factor: torch.Tensor) -> tuple[int, int]:

@@ -3,17 +3,18 @@
 Reproducible sums (codec ``exact``) measure each block's exponent, quantize to the agreed exponents and dequantize the
 sum; an audited one adds checksums. Sums at shared random positions (``randk:positions=shared``) gather values before
 the sum and scatter them after it. Correctly rounded sums measure ranges of bits, split elements into digits and round
-the digits' sums; they have no form for CUDA tensors. `dtcomm.collectives` makes these tasks.
+the digits' sums. `dtcomm.collectives` makes these tasks.
 
 Every function here returns a :class:`LocalTask`. Tasks on CPU tensors run in the C++ kernels (csrc/cpu/kernels.h,
 ``LocalKernels``), called directly or by the engine between two operations. Tasks on CUDA tensors, and with the
-reference kernels, run in operators of torch and never wait for the device; those of rounded sums run in numpy. All give
-the same bits. Tensors are contiguous, on one device and of the right size: callers have checked them, and keep them
-alive until the task has run.
+reference kernels, run in operators of torch and never wait for the device; those of rounded sums run in CUDA kernels
+and, with the reference kernels, in numpy. All give the same bits. Tensors are contiguous, on one device and of the
+right size: callers have checked them, and keep them alive until the task has run.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -242,11 +243,15 @@ def audit_verdict(
 
 
 class SumRange(NamedTuple):
-    """The range of bits of each block of a correctly rounded sum, on which the ranks agreed (uint8, one per block)."""
+    """The range of bits of each block of a correctly rounded sum, on which the ranks agreed (uint8, one per block).
+
+    ``ends`` says where the digits of each block end, from `placed`; CUDA tensors need it once the ranks have agreed.
+    """
 
     ranks: int
     tops: torch.Tensor
     lows: torch.Tensor
+    ends: torch.Tensor | None = None
 
     def native(self) -> tuple[int, int, int]:
         return self.ranks, self.tops.data_ptr(), self.lows.data_ptr()
@@ -254,10 +259,23 @@ class SumRange(NamedTuple):
     def of(self, first: int, numel: int) -> SumRange:
         """The ranges of elements from ``first`` on, which begins a block."""
         blocks = slice(first // rounded_sum.BLOCK, -(-(first + numel) // rounded_sum.BLOCK))
-        return SumRange(self.ranks, self.tops[blocks], self.lows[blocks])
+        ends = None if self.ends is None else self.ends[blocks]
+        return SumRange(self.ranks, self.tops[blocks], self.lows[blocks], ends)
+
+    def split(self, blocks: Sequence[int]) -> list[SumRange]:
+        """The ranges of so many blocks each."""
+        firsts = itertools.accumulate(blocks[:-1], initial=0)
+        size = rounded_sum.BLOCK
+        return [self.of(first * size, count * size) for first, count in zip(firsts, blocks, strict=True)]
+
+    def placed(self) -> SumRange:
+        """The same ranges with what the tasks of CUDA tensors need; ranges on the CPU need nothing."""
+        if self.tops.is_cpu:
+            return self
+        return self._replace(ends=dispatch.cuda_kernels().ends_of_digits(*self[:3]))
 
     def count_digits(self, parts: int = 1) -> list[int]:
-        """How many integers the digits of each of so many equal parts of the blocks are."""
+        """How many integers the digits of each of so many equal parts of the blocks are. The ranges are on the CPU."""
         return _C.count_digits(*self.native(), self.tops.numel(), parts)
 
 
@@ -268,11 +286,12 @@ def measure_digits(x: torch.Tensor, to: SumRange, finite_only: bool) -> LocalTas
     """
 
     def reference() -> None:
-        for tensor, values in zip(to[1:], rounded_sum.measure(get(x), finite_only), strict=True):
+        for tensor, values in zip((to.tops, to.lows), rounded_sum.measure(get(x), finite_only), strict=True):
             _store(tensor, values)
 
-    return _cpu_task(
+    return _rounded_task(
         (x, to.tops, to.lows),
+        on_device=lambda: dispatch.cuda_kernels().measure_digits(x, to.tops, to.lows, finite_only),
         native=lambda: _C.task_measure_digits(
             x.data_ptr(), ELEMENT_TYPES[x.dtype], x.numel(), finite_only, *to.native()[1:]
         ),
@@ -291,12 +310,13 @@ def split_digits(
     def reference() -> None:
         part = x.numel() // len(offsets)
         for i, offset in enumerate(offsets):
-            _, tops, lows = agreed.of(i * part, part)
+            _, tops, lows, _ = agreed.of(i * part, part)
             made = rounded_sum.split(agreed.ranks, tops.numpy(), lows.numpy(), get(x[i * part :][:part]))
             _store(digits[offset : offset + len(made)], made)
 
-    return _cpu_task(
-        (x, agreed.tops, agreed.lows, digits),
+    return _rounded_task(
+        (x, *agreed[1:], digits),
+        on_device=lambda: dispatch.cuda_kernels().split_digits(*agreed, x, digits, offsets),
         native=lambda: _C.task_split_digits(
             *agreed.native(),
             x.data_ptr(),
@@ -320,8 +340,9 @@ def round_digits(agreed: SumRange, digits: torch.Tensor, divisor: int, out: torc
             rounded_sum.rounded(agreed.ranks, tops, lows, digits.numpy(), out.numel(), divisor, narrower),
         )
 
-    return _cpu_task(
-        (out, agreed.tops, agreed.lows, digits),
+    return _rounded_task(
+        (out, *agreed[1:], digits),
+        on_device=lambda: dispatch.cuda_kernels().round_digits(*agreed, digits, divisor, out),
         native=lambda: _C.task_round_digits(
             *agreed.native(),
             digits.data_ptr(),
@@ -337,17 +358,20 @@ def round_digits(agreed: SumRange, digits: torch.Tensor, divisor: int, out: torc
 def sum_rounded(
     terms: torch.Tensor, divisor: int = 1, run: Callable[[LocalTask], None] = LocalTask.__call__
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the terms, [terms, elements] of fp32, fp16 or bf16 on the CPU, as their ranks would; ``run`` runs a task.
+    """Sum the terms, [terms, elements] of fp32, fp16 or bf16, as their ranks would; ``run`` runs a task.
 
     Returns the correctly rounded sums, divided, and the digits of each term. A sum of elements that are not all finite
     is NaN or Inf, in any order that of the floating-point standard.
     """
     finite = bool(terms.isfinite().all())
-    ranges = torch.empty(2, len(terms), -(-terms.shape[1] // rounded_sum.BLOCK), dtype=torch.uint8)
+    blocks = -(-terms.shape[1] // rounded_sum.BLOCK)
+    ranges = torch.empty(2, len(terms), blocks, dtype=torch.uint8, device=terms.device)
     for x, tops, lows in zip(terms, *ranges, strict=True):
         run(measure_digits(x, SumRange(len(terms), tops, lows), not finite))
-    agreed = SumRange(len(terms), *ranges.amax(dim=1))
-    digits = torch.empty(len(terms), *agreed.count_digits(), dtype=torch.int32)
+    ranges = ranges.amax(dim=1)
+    agreed = SumRange(len(terms), *ranges).placed()
+    count = SumRange(len(terms), *ranges.cpu()).count_digits()
+    digits = torch.empty(len(terms), *count, dtype=torch.int32, device=terms.device)
     for x, own in zip(terms, digits, strict=True):
         run(split_digits(agreed, x, finite, own))
     out = torch.empty_like(terms[0])
@@ -358,18 +382,19 @@ def sum_rounded(
     return out, digits
 
 
-def _cpu_task(
-    tensors: tuple[torch.Tensor, ...],
+def _rounded_task(
+    tensors: tuple[torch.Tensor | None, ...],
     *,
     native: Callable[[], _C.NativeTask],
     reference: Callable[[], None],
+    on_device: Callable[[], None],
 ) -> LocalTask:
-    """A task of a correctly rounded sum. There is no form of it for CUDA tensors."""
-    if not tensors[0].is_cpu:
-        raise ValueError(
-            f"codec: {ROUNDED} sums CPU tensors, and the tensor is on {tensors[0].device}; valid: exact"
-        )
-    return _task(ROUNDED, tensors, native=native, reference=reference)
+    """A task of a correctly rounded sum; ``on_device`` runs it on CUDA tensors. Raises if no kernel can."""
+    assert tensors[0] is not None
+    if tensors[0].is_cpu:
+        return _task(ROUNDED, tensors, native=native, reference=reference)
+    dispatch.kernel_for(ROUNDED, "tensor", tensors[0])
+    return LocalTask(native=None, reference=on_device, codec=ROUNDED, tensors=tensors)
 
 
 def gather_values(
