@@ -47,7 +47,7 @@ class CodecOptions(TypedDict, total=False):
         codec: Codec of the tokens, a spec or a `Codec`. Default: ``"fp8_e4m3"``.
         combine_codec: Codec of the experts' outputs on their way back. Default: ``"bf16"``, because models lose more
             quality by 8-bit outputs than by 4-bit tokens; ``"none"`` if ``codec`` is. ``"exact:rounded=true"``
-            (`dispatch_padded`, CPU tensors): outputs are sent uncompressed, and the sum of a token's weighted outputs
+            (`dispatch_padded`): outputs are sent uncompressed, and the sum of a token's weighted outputs
             is the exact one, rounded once, so it has the same bits for any number of ranks.
         backward_codec: Codec of the gradients of both. Default: ``"bf16"``; ``"none"`` if both other codecs are.
         allow_inaccurate: Whether codecs are allowed that lose more than a fifth of what they carry. Default: False.

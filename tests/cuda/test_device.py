@@ -10,9 +10,10 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import cpu
+from dtcomm.kernels import cpu, local_tasks
 from dtcomm.kernels.calls import Combine
 from tests.unit.codecs import cases
+from tests.unit.collectives import test_rounded_sum as rounded
 from tests.unit.kernels.inputs import KINDS, SIZES, floats
 
 pytest.importorskip("dtcomm._cuda", reason="_cuda was not built: no nvcc, or DTCOMM_CUDA=0")
@@ -174,6 +175,19 @@ def test_exact_types_match_cpu_bytes(dtype: torch.dtype) -> None:
             if call.residual is None and call.divisor == 1 and (call.out is None or call.out.dtype == dtype):
                 if call.local is None or call.local.dtype == dtype:
                     compare(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", rounded.KINDS)
+def test_rounded_sums_match_cpu_bytes(kind: str, dtype: torch.dtype) -> None:
+    for ranks, numel in ((1, 1), (2, 1027), (8, 70_001), (64, 333)):
+        terms = torch.stack(rounded.adversarial(kind, ranks, numel, dtype, seed=numel))
+        terms[0, 0] = torch.inf if ranks == 8 else 1
+        for divisor in (1, ranks):
+            expected = local_tasks.sum_rounded(terms, divisor)
+            actual = local_tasks.sum_rounded(terms.cuda(), divisor)
+            for own, of_cpu in zip(actual, expected, strict=True):
+                assert torch.equal(own.cpu().view(torch.uint8), of_cpu.view(torch.uint8)), (ranks, divisor)
 
 
 def test_kernels_run_on_the_current_stream() -> None:

@@ -63,7 +63,7 @@ def sum_terms(
     """Return the exact sum of the terms of all ranks, divided and rounded once; a collective.
 
     Args:
-        terms: This rank's terms, at least one: fp32, fp16 or bf16 CPU tensors of the same shape and type on all ranks.
+        terms: This rank's terms, at least one: fp32, fp16 or bf16, of the same shape and type on all ranks.
         count: The number of terms of all ranks.
         divisor: What the sum is divided by before it is rounded. Default: 1.
         group: The ranks. Default: all.
@@ -81,7 +81,7 @@ def sum_terms(
         return like.new_empty(shape)
     rows = [term.detach().contiguous().view(shards, numel) for term in terms]
 
-    ranges = torch.zeros(2, shards, -(-numel // BLOCK), dtype=torch.uint8)
+    ranges = torch.zeros(2, shards, -(-numel // BLOCK), dtype=torch.uint8, device=like.device)
     measured = torch.empty_like(ranges)
     for term in rows:
         for shard in range(shards):
@@ -99,12 +99,13 @@ def sum_terms(
         special = special.chunk(shards)[own]
         return torch.where(special.isfinite(), total, special)
 
-    agreed = [SumRange(count, *ranges[:, shard]) for shard in range(shards)]
-    sizes = [of_shard.count_digits()[0] for of_shard in agreed]
-    total = torch.zeros(shards, max(sizes), dtype=torch.int32)
+    agreed = [SumRange(count, *ranges[:, shard]).placed() for shard in range(shards)]
+    on_host = ranges.cpu()
+    sizes = [SumRange(count, *on_host[:, shard]).count_digits()[0] for shard in range(shards)]
+    total = torch.zeros(shards, max(sizes), dtype=torch.int32, device=like.device)
     for term in rows:
         for shard, size in enumerate(sizes):
-            digits = torch.empty(size, dtype=torch.int32)
+            digits = torch.empty(size, dtype=torch.int32, device=like.device)
             local_tasks.split_digits(agreed[shard], term[shard], True, digits)()
             total[shard, :size] += digits
     if ranks > 1 and total.numel():

@@ -12,7 +12,7 @@ import dtcomm
 from dtcomm import _C
 from dtcomm.codecs import codec
 from dtcomm.kernels import dispatch, local_tasks
-from dtcomm.kernels.local_tasks import LocalTask
+from dtcomm.kernels.local_tasks import LocalTask, SumRange
 
 SPEC = "exact:rounded=true"
 KINDS = ("plain", "wide", "cancelling", "subnormal", "outliers")
@@ -117,6 +117,18 @@ def test_order_and_place_of_contributions_do_not_matter() -> None:
     assert torch.equal(total, again)
     cut, _ = sum_of([x[5:].contiguous() for x in inputs])
     assert torch.equal(cut, total[5:])
+
+
+def test_a_kernel_that_cannot_sum_device_tensors_is_refused() -> None:
+    x, ranges = torch.empty(64, device="meta"), torch.empty(2, 2, dtype=torch.uint8, device="meta")
+    with (
+        dispatch.use("generic"),
+        pytest.raises(ValueError, match="tensor: is on meta, where the forced kernel 'generic' cannot run"),
+    ):
+        local_tasks.measure_digits(x, SumRange(2, *ranges), False)
+    if not dispatch.installed():
+        with pytest.raises(RuntimeError, match=f"tensor: is on meta, where codec '{SPEC}' needs .* _cuda"):
+            local_tasks.measure_digits(x, SumRange(2, *ranges), False)
 
 
 def test_what_is_sent_alone_is_uncompressed_and_options_are_checked() -> None:
