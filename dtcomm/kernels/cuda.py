@@ -16,6 +16,8 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels.calls import OPERATIONS, CallGroup, Combine, Runner, Tensors, address
 
+Ranges = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None]  # a SumRange of local_tasks
+
 
 def combine(call: Combine) -> None:
     """Run one call (see :class:`Combine`) whose tensors are on a CUDA device.
@@ -125,44 +127,26 @@ def expand(
         )
 
 
-def measure_digits(x: torch.Tensor, tops: torch.Tensor, lows: torch.Tensor, finite_only: bool) -> None:
+def measure_digits(x: torch.Tensor, to: Ranges, finite_only: bool) -> None:
     """:func:`dtcomm.kernels.local_tasks.measure_digits` in one launch."""
-    _queue(_cuda.measure_digits, x, ELEMENT_TYPES[x.dtype], x.numel(), finite_only, tops, lows)
+    _queue(_cuda.measure_digits, x, ELEMENT_TYPES[x.dtype], x.numel(), finite_only, *to[1:3])
 
 
-def ends_of_digits(ranks: int, tops: torch.Tensor, lows: torch.Tensor) -> torch.Tensor:
+def ends_of_digits(agreed: Ranges) -> torch.Tensor:
     """For each block how many times sixteen integers the digits of all blocks up to it are, int64."""
-    halves = torch.empty(tops.numel(), dtype=torch.int32, device=tops.device)
-    _queue(_cuda.count_digits, ranks, tops, lows, tops.numel(), halves)
+    halves = torch.empty_like(agreed[1], dtype=torch.int32)
+    _queue(_cuda.count_digits, *agreed[:3], halves.numel(), halves)
     return halves.cumsum(0)
 
 
-def split_digits(
-    ranks: int,
-    tops: torch.Tensor,
-    lows: torch.Tensor,
-    ends: torch.Tensor | None,
-    x: torch.Tensor,
-    digits: torch.Tensor,
-    offsets: Sequence[int],
-) -> None:
+def split_digits(agreed: Ranges, x: torch.Tensor, digits: torch.Tensor, offsets: Sequence[int]) -> None:
     """:func:`dtcomm.kernels.local_tasks.split_digits` in one launch per 64 parts."""
-    dtype = ELEMENT_TYPES[x.dtype]
-    _queue(_cuda.split_digits, ranks, tops, lows, ends, x, dtype, x.numel(), digits, offsets)
+    _queue(_cuda.split_digits, *agreed, x, ELEMENT_TYPES[x.dtype], x.numel(), digits, offsets)
 
 
-def round_digits(
-    ranks: int,
-    tops: torch.Tensor,
-    lows: torch.Tensor,
-    ends: torch.Tensor | None,
-    digits: torch.Tensor,
-    divisor: int,
-    out: torch.Tensor,
-) -> None:
+def round_digits(agreed: Ranges, digits: torch.Tensor, divisor: int, out: torch.Tensor) -> None:
     """:func:`dtcomm.kernels.local_tasks.round_digits` in one launch."""
-    dtype = ELEMENT_TYPES[out.dtype]
-    _queue(_cuda.round_digits, ranks, tops, lows, ends, digits, out.numel(), divisor, dtype, out)
+    _queue(_cuda.round_digits, *agreed, digits, out.numel(), divisor, ELEMENT_TYPES[out.dtype], out)
 
 
 def _queue(kernel: Callable[..., None], *arguments: Any) -> None:

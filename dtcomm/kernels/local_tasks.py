@@ -272,7 +272,7 @@ class SumRange(NamedTuple):
         """The same ranges with what the tasks of CUDA tensors need; ranges on the CPU need nothing."""
         if self.tops.is_cpu:
             return self
-        return self._replace(ends=dispatch.cuda_kernels().ends_of_digits(*self[:3]))
+        return self._replace(ends=dispatch.cuda_kernels().ends_of_digits(self))
 
     def count_digits(self, parts: int = 1) -> list[int]:
         """How many integers the digits of each of so many equal parts of the blocks are. The ranges are on the CPU."""
@@ -291,7 +291,7 @@ def measure_digits(x: torch.Tensor, to: SumRange, finite_only: bool) -> LocalTas
 
     return _rounded_task(
         (x, to.tops, to.lows),
-        on_device=lambda: dispatch.cuda_kernels().measure_digits(x, to.tops, to.lows, finite_only),
+        on_device=lambda: dispatch.cuda_kernels().measure_digits(x, to, finite_only),
         native=lambda: _C.task_measure_digits(
             x.data_ptr(), ELEMENT_TYPES[x.dtype], x.numel(), finite_only, *to.native()[1:]
         ),
@@ -316,7 +316,7 @@ def split_digits(
 
     return _rounded_task(
         (x, *agreed[1:], digits),
-        on_device=lambda: dispatch.cuda_kernels().split_digits(*agreed, x, digits, offsets),
+        on_device=lambda: dispatch.cuda_kernels().split_digits(agreed, x, digits, offsets),
         native=lambda: _C.task_split_digits(
             *agreed.native(),
             x.data_ptr(),
@@ -342,7 +342,7 @@ def round_digits(agreed: SumRange, digits: torch.Tensor, divisor: int, out: torc
 
     return _rounded_task(
         (out, *agreed[1:], digits),
-        on_device=lambda: dispatch.cuda_kernels().round_digits(*agreed, digits, divisor, out),
+        on_device=lambda: dispatch.cuda_kernels().round_digits(agreed, digits, divisor, out),
         native=lambda: _C.task_round_digits(
             *agreed.native(),
             digits.data_ptr(),
