@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from torch.distributed import run as torchrun
 
 from dtcomm.cli import run
 from tests.support.rank_tests import on_ranks
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = str(Path(__file__).with_name("training_script.py"))
 
 
@@ -119,16 +118,21 @@ def test_the_traceback_of_a_script_begins_with_the_script(rank: int, ranks: int)
     assert "runpy" not in errors.split("LookupError")[0] and f'File "{SCRIPT}"' in errors
 
 
-@pytest.mark.slow
-def test_the_command_starts_torchrun() -> None:
-    command = ["-m", "dtcomm", "run", "--nproc-per-node", "2", "--codec", "int8", SCRIPT, "ddp", "plain"]
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert losses_of(done.stdout) and done.stdout.count("dtcomm DDP: ") == 1
+def test_the_command_starts_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch itself reads the command line that replaces the process."""
+    started: list[list[str]] = []
+
+    def start(program: str, command: list[str]) -> None:
+        started.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", start)
+    monkeypatch.delenv("RANK", raising=False)
+    arguments = ["--nproc-per-node", "2", "--codec", "int8", SCRIPT, "ddp", "plain"]
+    with pytest.raises(SystemExit):
+        run.main(arguments)
+    (command,) = started
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    config, program, rest = torchrun.config_from_args(torchrun.parse_args(command[3:]))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 1, 2)
+    assert program == sys.executable and rest[1:] == ["-m", "dtcomm", "run", *arguments]
