@@ -121,7 +121,9 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.nn.parallel:DistributedDataParallel._set_ddp_runtime_logging_sample_rate", "dtcomm demo raises"
     ),
-    PrivateName("torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data", "dtcomm demo raises"),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data", "dtcomm demo and ddp raise"
+    ),
     PrivateName("torch.amp:GradScaler._scale", "the scale of losses is not followed", instances=True),
     # autograd and the profiler
     PrivateName(
@@ -268,8 +270,12 @@ def complete_forward_pass_handles(kinds: tuple[type, ...]) -> None:
 
 
 def ddp_hook_states(model: nn.Module) -> list[Any]:
-    """Return the states of a DDP model's communication hooks, of which torch lets it have one."""
-    return [state for _, state in getattr(model, "_comm_hooks", ())]
+    """Return the state of a DDP model's communication hook, which a built-in hook's name stands for, in a list.
+
+    The list is empty without a hook. torch keeps built-in hooks in C++, which only tells their name to its log.
+    """
+    name = getattr(model, "_get_ddp_logging_data", dict)().get("comm_hook")
+    return [state for _, state in getattr(model, "_comm_hooks", ())] or ([name] if name else [])
 
 
 def join_config(model: Any) -> Any:

@@ -67,6 +67,11 @@ def test_the_losses_are_those_of_an_explicit_call(rank: int, ranks: int, kind: s
             "hooked",
             "a DistributedDataParallel has a communication hook of the script and is left alone",
         ),
+        (
+            "ddp",
+            "builtin",
+            "a DistributedDataParallel has a communication hook of the script and is left alone",
+        ),
         ("fsdp", "compressed", "an FSDP2 model has collectives that the script chose and is left alone"),
         ("ddp", "idle", "a model of the script was not compressed: it was never called"),
         (
@@ -80,7 +85,7 @@ def test_the_losses_are_those_of_an_explicit_call(rank: int, ranks: int, kind: s
 def test_what_is_not_compressed_is_said_once(rank: int, ranks: int, kind: str, own: str, says: str) -> None:
     output, errors = run_script(rank, SCRIPT, kind, own)
     assert errors == ("" if rank else f"dtcomm run: {says}\n") and "verdict" not in output
-    if own in ("compressed", "hooked"):
+    if own in ("compressed", "hooked", "builtin"):
         explicit = losses_of(run_script(rank, kind, own, plain=True)[0])
         assert losses_of(output) == explicit and bool(explicit) == (rank == 0)
 

@@ -33,6 +33,8 @@ if own == "compressed":
     getattr(dtcomm, kind).compress(net, **options)
 if own == "hooked":
     net.register_comm_hook(None, fp16_compress_hook)
+if own == "builtin":
+    net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
 if own == "idle":
     sys.exit(0)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
