@@ -274,7 +274,8 @@ def ddp_hook_states(model: nn.Module) -> list[Any]:
 
     The list is empty without a hook. torch keeps built-in hooks in C++, which only tells their name to its log.
     """
-    name = getattr(model, "_get_ddp_logging_data", dict)().get("comm_hook")
+    logged: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
+    name = logged.get("comm_hook")
     return [state for _, state in getattr(model, "_comm_hooks", ())] or ([name] if name else [])
 
 
