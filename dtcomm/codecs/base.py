@@ -39,7 +39,6 @@ POSITION_BITS = 12  # bits of a position within a sparse granule
 SCALES = {"bf16": 0, "fp32": 1}
 SCALE_BYTES = {"bf16": 2, "fp32": 4}
 ROUNDINGS = ("nearest", "stochastic")
-ROTATIONS = ("none", "hadamard")
 # the numbers of csrc/codec/codec.h
 ELEMENTS = {
     "none": 0,

@@ -22,7 +22,7 @@ import itertools
 import logging
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -36,7 +36,7 @@ from dtcomm import _C
 from dtcomm.compress.residuals import expand_saved, redistribute
 
 VERSION = 3
-CHECKSUMS = "checksums"  # the entry that states of version 2 do not have
+CHECKSUMS = "checksums"
 
 _log = logging.getLogger("dtcomm")
 
@@ -132,8 +132,6 @@ def require_intact(
     state: object,
     checks: Mapping[str, Check] | None = None,
     *,
-    optional: Collection[str] = (),
-    versions: Collection[int | None] = (2, VERSION),
     integration: str = "",
 ) -> None:
     """Check whose state it is, its version, the checksum of each entry, and each entry itself.
@@ -141,8 +139,6 @@ def require_intact(
     Args:
         state: What may be a state.
         checks: Entry → its check.
-        optional: The entries that a state without checksums may lack.
-        versions: The versions that can be loaded; None for states that were saved without one.
         integration: The integration that loads the state, which must have saved it; empty: any.
 
     Raises:
@@ -150,31 +146,30 @@ def require_intact(
     """
     MAPPING("state", state)
     assert isinstance(state, Mapping)
-    version, checksums = state.get("version"), state.get(CHECKSUMS, {})
+    version, checksums = state.get("version"), state.get(CHECKSUMS)
     saved_by = state.get("integration", integration)
     if integration and saved_by != integration:
         raise ValueError(
             f"state: integration: saved by {str(saved_by)[:40]}; valid: a state of {integration}"
         )
-    if version not in versions:
-        if version is None:
-            raise ValueError(
-                "state: has no version, so it is not what state_dict() of this kind of state returned"
-            )
+    if version is None:
+        raise ValueError(
+            "state: has no version, so it is not what state_dict() of this kind of state returned"
+        )
+    if version != VERSION:
         raise ValueError(f"state of version {version!r}: expected {VERSION}")
     MAPPING(f"state: {CHECKSUMS}", checksums)
-    is_sealed = version == VERSION or CHECKSUMS in state
-    for name in [name for name in {**state, **checksums} if name != CHECKSUMS] if is_sealed else ():
+    assert isinstance(checksums, Mapping)
+    for name in {**state, **checksums}.keys() - {CHECKSUMS}:
         if name not in state or checksums.get(name) != _checksum(state[name]):
             raise ValueError(
                 f"state: the entry {name!r} is not what was saved: it is damaged, was changed, or is another rank's; "
                 "in torch.distributed.checkpoint wrap the state in dtcomm.compress.checkpoint.Checkpointed"
             )
     for name, check in (checks or {}).items():
-        if name in state:
-            check(f"state: {name}", state[name])
-        elif name not in optional:
+        if name not in state:
             raise ValueError(f"state: the entry {name!r} is missing")
+        check(f"state: {name}", state[name])
 
 
 def plain(valid: str, test: Callable[[Any], bool]) -> Check:
@@ -302,7 +297,6 @@ def select_share(
     rank: int,
     world_size: int,
     checks: Mapping[str, Check],
-    optional: Collection[str] = (),
     integration: str = "",
 ) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """Return a state with the counters, and the residuals with which ``rank`` of ``world_size`` ranks starts.
@@ -316,7 +310,7 @@ def select_share(
     if not states:
         raise ValueError("states: got none")
     for state in states:
-        require_intact(state, {**_COMMON_CHECKS, **checks}, optional=optional, integration=integration)
+        require_intact(state, {**_COMMON_CHECKS, **checks}, integration=integration)
     first = states[0]
     saved_ranks = first["world_size"]
     if isinstance(saved, Mapping):

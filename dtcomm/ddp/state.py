@@ -350,16 +350,13 @@ class DDPState(Reporting):
         checks = (
             _CHECKS | reducer.error_state.checks(sizes) | {"factors": reducer.averager.factors.check(sizes)}
         )
-        optional = ("watch", "loss_scale", "velocities", "references")
-        first, residuals = checkpoint.select_share(
-            state, rank, world_size, checks, optional, self.integration
-        )
+        first, residuals = checkpoint.select_share(state, rank, world_size, checks, self.integration)
         same_options = checkpoint.has_options(first, self._options, strict)
         reducer.error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         reducer.averager.factors.load_state_dict(first["factors"] if same_options else {})
-        self._monitor.load_state_dict(first.get("watch", {}))
+        self._monitor.load_state_dict(first["watch"])
         if self._loss_scale is not None:
-            self._loss_scale.scale = first.get("loss_scale")
+            self._loss_scale.scale = first["loss_scale"]
         # With another number of ranks the link is another one, and "auto" measures again.
         same_job = same_options and first["world_size"] == world_size
         self._chooser.load_state_dict(first["auto"] if same_job else {})

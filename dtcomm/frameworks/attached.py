@@ -19,7 +19,7 @@ import fsspec
 import torch
 
 from dtcomm import torch_compat
-from dtcomm.compress.checkpoint import VERSION, Compressor, gather, rank_and_size, require_intact
+from dtcomm.compress.checkpoint import Compressor, gather, rank_and_size, require_intact
 from dtcomm.profiling.metrics import scalars
 from dtcomm.system import write_file
 
@@ -207,7 +207,7 @@ def load_files(state: Compressor, folder: str, *, strict: bool = True) -> bool:
         try:
             with files.open(name, "rb") as file:
                 states.append(torch.load(io.BytesIO(file.read()), weights_only=True))
-            require_intact(states[-1], versions=(None, 2, VERSION))
+            require_intact(states[-1])
         except FileNotFoundError:
             problem = f"{name} is missing"
         except Exception as error:  # torch.load has no error of its own for a damaged file

@@ -431,8 +431,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             "shards": check_shards,
             "compression": checkpoint.entries(),
         }
-        versions = (None, checkpoint.VERSION)
-        checkpoint.require_intact(state, checks, versions=versions, integration=self.integration)
+        checkpoint.require_intact(state, checks, integration=self.integration)
         assert isinstance(state, Mapping)
         shards = state["shards"]
         with checkpoint.loaded_optimizer("optimizer", self._inner, state["optimizer"]):

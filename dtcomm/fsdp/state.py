@@ -316,7 +316,7 @@ class FSDPState(Reporting):
                 another number of ranks, or the state was saved with other options. Nothing has changed.
         """
         rank, ranks = checkpoint.rank_and_size()
-        first, residuals = checkpoint.select_share(state, rank, ranks, _CHECKS, ("guard",), self.integration)
+        first, residuals = checkpoint.select_share(state, rank, ranks, _CHECKS, self.integration)
         same_options = checkpoint.has_options(first, self._options(), strict)
         same_ranks = first["world_size"] == ranks
         flat_residuals: dict[str, torch.Tensor] = {}
@@ -327,7 +327,7 @@ class FSDPState(Reporting):
             flat_residuals |= {name[1:-1]: flat for name, flat in residuals.items() if name.startswith("[")}
         self.calls, self.seed = first["calls"], first["seed"]
         steps = self.guard.steps - self._earlier_steps
-        self.guard.load_state_dict(first.get("guard", {}))
+        self.guard.load_state_dict(first["guard"])
         self._earlier_steps = max(0, self.guard.steps - steps)
         self.resync()
         if same_ranks and same_options:

@@ -349,12 +349,8 @@ class LocalSGD(Reporting):
                 checkpoint.LIST,
             ),
         }
-        optional = ("velocities", "references", "watch", "averages", "in_flight")
-        first, residuals = checkpoint.select_share(
-            state, rank, world_size, checks, optional, self.integration
-        )
-        # A state of an earlier version has neither of the two entries of fragments.
-        in_flight = [self._restore(saved) for saved in first.get("in_flight", [])]
+        first, residuals = checkpoint.select_share(state, rank, world_size, checks, self.integration)
+        in_flight = [self._restore(saved) for saved in first["in_flight"]]
         same_options = checkpoint.has_options(first, self._options, strict)
         for average in self._in_flight:
             self._complete(average)  # its collectives cannot be called off
@@ -364,10 +360,10 @@ class LocalSGD(Reporting):
             self._error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         self._in_flight = deque(in_flight)
         self._averager.factors.load_state_dict(first["factors"] if same_options else {})
-        self._monitor.load_state_dict(first.get("watch", {}))
+        self._monitor.load_state_dict(first["watch"])
         self._earlier_steps = first["steps"] - (self.steps - self._earlier_steps)
         self._averager.seed, self.steps, self.syncs = first["seed"], first["steps"], first["syncs"]
-        averages = first.get("averages", [])
+        averages = first["averages"]
         for index, fragment in enumerate(self._fragments):
             same = len(averages) == len(self._fragments)
             fragment.averages = averages[index] if same else self.syncs

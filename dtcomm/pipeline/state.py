@@ -212,8 +212,7 @@ class PipelineState(Reporting):
             "residuals": checkpoint.residuals(),
             "references": checkpoint.each(checkpoint.tensors()),
         }
-        versions = (None, checkpoint.VERSION)
-        checkpoint.require_intact(state, checks, versions=versions, integration=self.integration)
+        checkpoint.require_intact(state, checks, integration=self.integration)
         assert isinstance(state, Mapping)
         own = {
             f"{stage.name}/{number}": references
