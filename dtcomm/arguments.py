@@ -31,9 +31,7 @@ from typing import Any, TypeVar, cast
 
 OptionsT = TypeVar("OptionsT", bound=Mapping[str, Any])
 TargetT = TypeVar("TargetT", bound=Callable[..., Any])
-_arguments: dict[
-    int, dict[str, None]
-] = {}  # id of the defaults → the other arguments of functions that share them
+_arguments: dict[int, list[str]] = {}  # id of the defaults → what all functions that share them take besides
 
 
 def suggest(given: object, valid: Iterable[str], in_context: Callable[[str], str] = str) -> str:
@@ -111,7 +109,8 @@ def shares_options(defaults: Mapping[str, object], options: type) -> Callable[[T
         signature = inspect.signature(function)
         named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         others = [parameter.name for parameter in named if parameter.name != "self"]
-        _arguments.setdefault(id(defaults), {}).update(dict.fromkeys(others))
+        common = _arguments.get(id(defaults), others)
+        _arguments[id(defaults)] = [name for name in common if name in others]
         keywords = [
             inspect.Parameter(
                 name,

@@ -67,7 +67,7 @@ def test_the_docstring_explains_each_argument_once() -> None:
 def test_options_are_completed_and_unknown_ones_refused() -> None:
     assert compress(1) == {"seed": 0} and State("int8", seed=3).options == {"seed": 3}
     wrong: dict[str, Any] = {"sead": 1}
-    with pytest.raises(TypeError, match=r"'sead' \(did you mean 'seed'\?\); valid: model, codec, seed"):
+    with pytest.raises(TypeError, match=r"'sead' \(did you mean 'seed'\?\); valid: codec, seed"):
         compress(1, **wrong)
     with pytest.raises(TypeError, match=r"'codek' \(did you mean 'codec'\?\)"):
         compress(1, **{"codek": "int8"})  # type: ignore[arg-type]

@@ -52,6 +52,11 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"candidates: unknown codec or compressor 'int9'",
     ),
+    (
+        {"sede": 1},
+        TypeError,
+        r"'sede' \(did you mean 'seed'\?\); valid: codec, feedback, residual, .*, grad_scaler$",
+    ),
     ({"codec": "* => int8"}, ValueError, r"codec: .* written with ->"),
     ({"codec": "int8/int4/int2"}, ValueError, r"codec: 'int8/int4/int2': A/B is .* got 3 levels"),
     ({"codec": None}, TypeError, "codec: expected a spec string or a Codec, got NoneType"),
