@@ -120,7 +120,7 @@ class BucketLayout:
     messages: int = 0
     wire_bytes: int = 0
     seconds: float | None = 0.0
-    revision: object = None
+    revision: Any = None
     level_shares: LevelShares = (1.0, 0.0)
     lossy: list[Segment] = field(init=False)
     codecs: list[str | Codec] = field(init=False)

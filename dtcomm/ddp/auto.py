@@ -331,6 +331,8 @@ class Verifier(Chooser):
         pairs: What was measured.
     """
 
+    COMPRESSES = 1  # the revision of the steps with compression
+
     def __init__(self, policy: Policy, wanted: int, warmup: int, consensus: ProcessGroupConsensus) -> None:
         super().__init__(policy)
         self._warmup, self._consensus, self._seconds = warmup, consensus, 0.0
@@ -350,7 +352,7 @@ class Verifier(Chooser):
         """Begin a step, on all ranks, perhaps with another turn."""
         self.pairs.begin_step(step, self._warmup, self._seconds)
         self.bypass = not self.pairs.compresses and not self._consensus.emulated()
-        self.revision = int(self.pairs.compresses)
+        self.revision = self.COMPRESSES if self.pairs.compresses else 0
 
     def end_step(self, step: int, seconds: float) -> None:
         """Record a step: the seconds from its first bucket until the last one was the mean."""

@@ -106,6 +106,15 @@ class BucketLayouts:
             for name, parameter in self._parameters.values()
         }
 
+    def under_revision(self, chooser_revision: int) -> tuple[list[BucketLayout], dict[int, BucketLayout]]:
+        """Return the retired and the current layouts as if the chooser still had an earlier revision, for reports."""
+        retired, current = list(self.retired), dict(self.current)
+        for index, layout in self.current.items():
+            for place, old in enumerate(retired):
+                if old.parameter_ids == layout.parameter_ids and old.revision[2] == chooser_revision:
+                    retired[place], current[index] = layout, old
+        return retired, current
+
     def of(self, bucket: GradBucket, buffer: torch.Tensor, step: int, ranks: int) -> BucketLayout:
         """Return the layout of a bucket in a step; TypeError if it is sparse, and DGC is among the schemes."""
         parameter_ids = tuple(map(id, bucket.parameters()))

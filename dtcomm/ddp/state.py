@@ -31,7 +31,7 @@ from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import Report, describe_uncompressed
 from dtcomm.compress.reporting import CopiedState, Reporting, why_unused
 from dtcomm.compress.spec import AUTO, Scheme, choose_feedback, parse_scheme, require_kernels
-from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
+from dtcomm.compress.traffic import ParameterTotals, Row, group_rows, total_seconds
 from dtcomm.ddp.auto import BASELINE, SCOPE, ProcessGroupConsensus, Tuner, Verifier
 from dtcomm.ddp.layouts import Chooser
 from dtcomm.ddp.observers import (
@@ -232,7 +232,10 @@ class DDPState(Reporting):
             for name in {event.name for event in self.events}
         }
         layouts = self._reducer.layouts
-        all_layouts = [*layouts.retired, *layouts.current.values()]
+        retired, current = layouts.retired, layouts.current
+        if self._verifier is not None and not self._verifier.pairs.compresses:
+            retired, current = layouts.under_revision(Verifier.COMPRESSES)
+        all_layouts = [*retired, *current.values()]
         totals: dict[str, ParameterTotals] = {}
         memory = self._reducer.error_state.nbytes()
         if factors := self._reducer.averager.factors.nbytes():
@@ -261,11 +264,18 @@ class DDPState(Reporting):
             auto=tuple(map(str, self._chooser.decisions)),
             plans=tuple(self._chooser.rows),
             rows=rows,
-            uncompressed=self._unused or (describe_uncompressed(rows) if self._compresses else ""),
-            by_message=bucket_rows("gradients", layouts.retired, layouts.current, totals, events),
+            uncompressed=self._unused or self._why_uncompressed(rows),
+            by_message=bucket_rows("gradients", retired, current, totals, events),
             payoff=None if self._unused else self._payoff(),
             unmeasured=unmeasured(None if self._verifier is None else self._verifier.pairs, VERIFY),
         )
+
+    def _why_uncompressed(self, rows: Sequence[Row]) -> str:
+        if self.detached:
+            return (
+                f"nothing is compressed after step {self.steps}: detach() was called; the counters end there"
+            )
+        return describe_uncompressed(rows) if self._compresses else ""
 
     def _payoff(self) -> Payoff | None:
         """Return whether compression pays, as "auto" or ``verify`` measured it."""

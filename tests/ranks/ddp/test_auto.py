@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from dtcomm.compress.bucket import Member, Segment
 from dtcomm.compress.error_state import REPAYMENT_STEPS, ErrorState
 from dtcomm.ddp.auto import PLAIN_DDP, UNCOMPRESSED, ProcessGroupConsensus, Tuner
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped
 
 
@@ -148,6 +150,30 @@ def test_verify_measures_pairs_of_steps_and_claims_what_they_show(
     assert payoff.baseline == ("codec none" if link or spec in codecs else "plain DDP")
     if link:
         assert payoff.verdict == "paid" and payoff.won >= 7
+
+
+@on_ranks(2)
+def test_the_report_names_the_codec_in_every_turn_and_after_the_end(rank: int, ranks: int) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
+    state = ddp.compress(model, "int8", verify=2)
+    sent = []
+    for _ in range(14):
+        model(torch.ones(2, 64)).sum().backward()
+        report = state.report()
+        assert [row.codec for row in (*report.rows, *report.by_message)] == ["int8", "int8"]
+        sent.append(report.wire_bytes)
+    # Both kinds of turns were there: what plain DDP sends is not what int8 sends.
+    assert len({after - before for before, after in itertools.pairwise(sent)}) == 2
+    assert not report.uncompressed
+    state.detach()
+    model(torch.ones(2, 64)).sum().backward()
+    report = state.report()
+    assert (
+        report.uncompressed
+        == "nothing is compressed after step 14: detach() was called; the counters end there"
+    )
+    assert report.uncompressed in report.summary() and report.wire_bytes == sent[-1]
+    assert [row.codec for row in report.rows] == ["int8"]
 
 
 def test_auto_stays_uncompressed_in_shared_memory() -> None:
