@@ -188,7 +188,12 @@ def parser() -> argparse.ArgumentParser:
     add("-z", "--blocking", type=int, choices=(0, 1), default=0,
         help="1: untimed barrier before each operation")  # fmt: skip
     add("-C", "--report_cputime", action="store_true", help="report CPU time instead of elapsed time")
-    add("-I", "--per_iter", action="store_true", help="statistics over iterations, slowest rank of each")
+    add(
+        "-I",
+        "--per_iter",
+        action="store_true",
+        help="least, median, p99 and most of the iterations, slowest rank",
+    )
     add("-O", "--out_of_place", type=int, choices=(0, 1), default=1, help="0: measure in place only")
     number("-G", "--cudagraph", 0, 0, "capture the -n operations as one CUDA graph and time N replays of it")
     add("-T", "--timeout", type=float, default=600.0, metavar="S",

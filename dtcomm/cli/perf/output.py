@@ -75,12 +75,8 @@ def _column_heads(options: PerfOptions) -> list[str]:
     time = "cputime" if options.report_cputime else "time"
     place = [(f"{time:>7}", "   (us)"), (" algbw", "(GB/s)"), (" busbw", "(GB/s)"), ("#wrong", "      ")]
     if options.per_iter:
-        place += [
-            ("  i_min", "   (us)"),
-            ("  i_max", "   (us)"),
-            ("  i_p99", "   (us)"),
-            ("  i_cv%", "    (%)"),
-        ]
+        place += [(f"  i_{name}", "   (us)") for name in ("min", "p50", "p99", "max")]
+        place.append(("  i_cv%", "    (%)"))
     case = [("#       size", "#        (B)"), ("       count", "  (elements)"), ("    type", "        ")]
     case += [(" redop", "      "), ("  root", "      ")]
     columns = case + place + place + _dtcomm_heads(options)
@@ -156,7 +152,7 @@ def format_fixed(value: float, width: int) -> str:
 
 
 def _measurement_cells(options: PerfOptions, row: PerfRow, measured: Measurement | None, ranks: int) -> str:
-    widths = (7, 6, 6, 6) + ((7, 7, 7, 7) if options.per_iter else ())
+    widths = (7, 6, 6, 6) + ((7,) * 5 if options.per_iter else ())
     if measured is None:
         return "  ".join(f"{'N/A':>{width}}" for width in widths)
     timing = measured.timing
@@ -165,7 +161,8 @@ def _measurement_cells(options: PerfOptions, row: PerfRow, measured: Measurement
     cells = [format_fixed(timing.seconds * 1e6, 7), format_fixed(algorithm, 6), format_fixed(bus, 6), wrong]
     if options.per_iter:
         statistics = timing.statistics
-        cells += [format_fixed(v * 1e6, 7) for v in (statistics.min, statistics.max, statistics.p99)]
+        times = (statistics.min, statistics.p50, statistics.p99, statistics.max)
+        cells += [format_fixed(seconds * 1e6, 7) for seconds in times]
         cells.append(format_fixed(statistics.variation, 7))
     return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
