@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -446,6 +447,76 @@ PyObject* exchange_repeated(PyObject* /*module*/, PyObject* const* objects, Py_s
   }
 }
 
+// What precedes a message of the torch.distributed backend, in a header that contains a short message, too.
+struct MessageStart {
+  std::int64_t tag, bytes;
+};
+
+// The arguments of send_message and receive_message: (arguments of run_repeated with the header, tensor, tag).
+struct Message {
+  Arguments arguments;
+  const Operation* operation = nullptr;  // null: it is not known, or the tensor cannot be read
+  TensorView tensor;
+  std::int64_t tag = 0;
+  std::uint8_t* header = nullptr;
+
+  // False with an error of Python if they are no such arguments.
+  bool read(PyObject* const* objects, Py_ssize_t count) {
+    if (count != 3 || !PyTuple_CheckExact(objects[0])) {
+      PyErr_SetString(PyExc_TypeError, "expected a tuple, a tensor and a tag");
+      return false;
+    }
+    tag = PyLong_AsLongLong(objects[2]);
+    if (tag == -1 && PyErr_Occurred()) return false;
+    const Table& table = Table::instance();
+    if (table.reader.read(objects[1], tensor)) operation = table.find_operation(objects[0], arguments);
+    header = arguments.input.data;
+    return true;
+  }
+};
+
+PyObject* send_message(PyObject* /*module*/, PyObject* const* objects, Py_ssize_t count) {
+  Message message;
+  if (!message.read(objects, count)) return nullptr;
+  const Operation* const operation = message.operation;
+  const MessageStart start_of_message{message.tag, static_cast<std::int64_t>(message.tensor.bytes)};
+  if (!operation || sizeof start_of_message + message.tensor.bytes > message.arguments.input.bytes) Py_RETURN_FALSE;
+  std::memcpy(message.header, &start_of_message, sizeof start_of_message);
+  if (message.tensor.bytes)
+    std::memcpy(message.header + sizeof start_of_message, message.tensor.data, message.tensor.bytes);
+  const py::object failed = operation->failed;
+  try {
+    std::shared_ptr<Work> work = start(*operation, call_of(*operation, message.arguments), true);
+    if (work->finished() && !work->failure()) Py_RETURN_NONE;
+    const py::tuple operands = py::make_tuple(py::handle(objects[0]), py::none(), py::none());
+    return Table::instance().make_work(std::move(work), operands, failed).release().ptr();
+  } catch (...) {
+    report(failed);
+    return nullptr;
+  }
+}
+
+PyObject* receive_message(PyObject* /*module*/, PyObject* const* objects, Py_ssize_t count) {
+  Message message;
+  if (!message.read(objects, count)) return nullptr;
+  const Operation* const operation = message.operation;
+  if (!operation) Py_RETURN_FALSE;
+  const py::object failed = operation->failed;
+  try {
+    start(*operation, call_of(*operation, message.arguments), false);
+  } catch (...) {
+    report(failed);
+    return nullptr;
+  }
+  MessageStart arrived;
+  std::memcpy(&arrived, message.header, sizeof arrived);
+  const std::size_t bytes = message.tensor.bytes;
+  const bool is_inline = sizeof arrived + bytes <= message.arguments.output.bytes;
+  if (arrived.tag != message.tag || arrived.bytes != static_cast<std::int64_t>(bytes) || !is_inline) Py_RETURN_NONE;
+  if (bytes) std::memcpy(message.tensor.data, message.header + sizeof arrived, bytes);
+  Py_RETURN_TRUE;
+}
+
 void keep_repeated(const py::tuple& objects, std::shared_ptr<Communicator> communicator, std::shared_ptr<Plan> plan,
                    std::shared_ptr<CallCounter> calls, std::size_t rank, bool has_input, bool has_output,
                    bool has_residual, py::object failed) {
@@ -541,6 +612,14 @@ PyMethodDef definitions[] = {
     {"exchange_repeated", plain(&exchange_repeated), METH_FASTCALL,
      "exchange_repeated(sent, received) -> bool\n\nRuns a message that is sent and one that is received, both of which "
      "were given to keep_repeated, at the same time. False: it did nothing."},
+    {"send_message", plain(&send_message), METH_FASTCALL,
+     "send_message(sent, tensor, tag) -> None | Work | False\n\nWrites tag, size and values of the tensor to the "
+     "header "
+     "that is sent, and starts that message, which was given to keep_repeated. None: it is complete. False: it did "
+     "nothing, because the message is not known or the tensor does not fit."},
+    {"receive_message", plain(&receive_message), METH_FASTCALL,
+     "receive_message(received, tensor, tag) -> True | None | False\n\nReceives what send_message sends. True: the "
+     "tensor has its values. None: the header has come, and is not for this tensor and tag. False: it did nothing."},
     {"encode_repeated", plain(&encode_repeated), METH_FASTCALL,
      "encode_repeated(codec, x, key, offset, out) -> bool\n\nEncodes x if keep_format knows its format; False: it did "
      "nothing."},

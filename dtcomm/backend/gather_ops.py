@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dtcomm import collectives
 from dtcomm.backend.process_group_base import (
+    DEFAULTS,
     ProcessGroupBase,
     as_sendable,
     copy_back_of,
@@ -38,6 +39,9 @@ class GatherOps(ProcessGroupBase):
         if isinstance(tensors, torch.Tensor):  # (tensor, root, timeout)
             tensors = [tensors]
         tensor, root = tensors[0], root_rank(opts)
+        repeated = (self, tensor, tensor, "broadcast", self._ranks[root], *DEFAULTS)
+        if (done := self._repeat(repeated, opts, tensors, timeout)) is not None:
+            return done
         reason = unsupported_reason(tensor)
         if reason:
             return self._fall_back("broadcast", reason, tensor.device, "broadcast", tensors, opts)
@@ -95,6 +99,9 @@ class GatherOps(ProcessGroupBase):
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
+        repeated = (self, input, output, "all_gather", *DEFAULTS)
+        if (done := self._repeat(repeated, opts, [output], timeout)) is not None:
+            return done
         reason = unsupported_reason(output, input)
         if reason:
             return self._fall_back(
@@ -214,6 +221,10 @@ class GatherOps(ProcessGroupBase):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
+        if not output_split_sizes and not input_split_sizes:
+            repeated = (self, input, output, "all_to_all", *DEFAULTS)
+            if (done := self._repeat(repeated, opts, [output], timeout)) is not None:
+                return done
         reason = unsupported_reason(output, input)
         if reason:
             arguments = (output, input, output_split_sizes, input_split_sizes, opts)

@@ -27,11 +27,12 @@ from dtcomm import collectives, torch_compat
 from dtcomm.backend.fallback_backends import CPU, CUDA, FallbackBackends, FallbackWork
 from dtcomm.backend.gather_ops import GatherOps
 from dtcomm.backend.p2p_matching import MessageMatcher
+from dtcomm.backend.process_group_base import COMPLETED_WORK
 from dtcomm.backend.reduce_ops import ReduceOps
 from dtcomm.compress.report import RankReport
 from dtcomm.errors import CollectiveTimeout
 from dtcomm.runtime.communicator import existing_communicator, release
-from dtcomm.work import COMPLETED, CompositeWork, TorchWork
+from dtcomm.work import CompositeWork, TorchWork
 
 Opts = Any  # torch's options objects, or what its overloads take instead of them
 
@@ -74,6 +75,7 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 class DtcommProcessGroup(ReduceOps, GatherOps):
     """A process group that communicates through dtcomm."""
 
+    _messages: MessageMatcher
     supports_abort_hooks = supports_reconfigure = supports_window = supports_shrinking = False
 
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
@@ -215,13 +217,14 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
     def barrier(self, opts: Opts = None, timeout: timedelta | None = None) -> dist.Work:
         """Wait for all ranks. With a GPU in the options, NCCL's barrier also waits for the device."""
         device = getattr(opts, "device", None)
+        self._messages.start()
         if device is not None and device.type != "cpu":
             return self._fall_back("barrier", f"on {device.type}", device, "barrier", opts)
         limit = timeout if timeout is not None else getattr(opts, "timeout", None)
         limit_s = limit.total_seconds() if limit is not None and limit > timedelta(0) else None
         if limit_s is None and opts is not None and not opts.asyncOp:
             collectives.barrier(group=self)
-            return TorchWork(COMPLETED, ())
+            return COMPLETED_WORK
         work = collectives.barrier(group=self, async_op=True)
         torch_work = TorchWork(work, (), limit_s)
         if opts is not None and not opts.asyncOp:

@@ -16,8 +16,15 @@ import torch.distributed as dist
 
 from dtcomm.backend.fallback_backends import CPU, FallbackBackends
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.runtime.plans import run_repeated
 from dtcomm.torch_compat import exclude_from_compilation
 from dtcomm.work import COMPLETED, CompositeWork, TorchWork, Work
+
+#: The handle of synchronous calls: callers only check that it is complete, and making one takes as long as the call.
+COMPLETED_WORK = TorchWork(COMPLETED, ())
+
+#: What `dtcomm.collectives` adds to the arguments of a repeated call: codec, algorithm and checksum, by default.
+DEFAULTS = ("none", "auto", None)
 
 
 class ProcessGroupBase(dist.ProcessGroup):
@@ -28,6 +35,7 @@ class ProcessGroupBase(dist.ProcessGroup):
     """
 
     _fallbacks: FallbackBackends
+    _messages: Any  # a MessageMatcher, whose module imports this one
     _coalesced: list[TorchWork] | None = None
 
     def __init_subclass__(cls) -> None:
@@ -74,6 +82,23 @@ class ProcessGroupBase(dist.ProcessGroup):
         if copied:
             work.copy_when_done(copied, list(outputs))
         return work
+
+    def _repeat(
+        self, repeated: tuple[Any, ...], opts: Any, outputs: Sequence[torch.Tensor], limit: timedelta | None
+    ) -> dist.Work | None:
+        """Run a call that repeats an earlier one on contiguous CPU tensors, or return None and do nothing.
+
+        ``repeated`` is what the function of `dtcomm.collectives` passes to `run_repeated`. That function has checked
+        the earlier call, so this one needs no check.
+        """
+        if self._messages.unstarted:
+            self._messages.start()
+        if repeated[1].is_neg() or repeated[2].is_neg():  # run_repeated reads the memory alone
+            return None
+        work = run_repeated(repeated, is_async(opts))
+        if work is None:
+            return COMPLETED_WORK
+        return None if work is False else self._make_work(work, outputs, limit)
 
     def _make_work(
         self,

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from dtcomm import collectives
 from dtcomm.backend.process_group_base import (
+    DEFAULTS,
     ProcessGroupBase,
     copy_back_of,
-    copy_to_tensors,
     flatten,
     is_async,
     joined,
@@ -24,12 +24,8 @@ from dtcomm.backend.process_group_base import (
     unsupported_reason,
 )
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.work import COMPLETED, TorchWork
 
 Tensors = Sequence[torch.Tensor]
-
-# Synchronous callers only check that the handle is complete, and making a handle is half of the backend's time.
-_COMPLETED = TorchWork(COMPLETED, ())
 
 # The hash of a ReduceOp is that of its kind; this is the fastest way to look it up.
 _NATIVE_OPS = {
@@ -76,27 +72,10 @@ class ReduceOps(ProcessGroupBase):
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         op = _reduce_op(opts)
+        repeated = (self, tensors[0], tensors[0], "all_reduce", _NATIVE_OPS.get(hash(op)), *DEFAULTS, False)
+        if (done := self._repeat(repeated, opts, tensors, timeout)) is not None:
+            return done
         tensor = plain(tensors[0])
-        name = _NATIVE_OPS.get(hash(op))
-        if (
-            name is None
-            or not tensor.is_cpu
-            or not tensor.is_contiguous()
-            or tensor.dtype not in ELEMENT_TYPES
-        ):
-            return self._general_allreduce(tensor, op, opts, timeout)
-        if name == "avg" and not tensor.is_floating_point():
-            return self._general_allreduce(tensor, op, opts, timeout)
-        if not is_async(opts):
-            collectives.all_reduce(tensor, name, group=self)
-            return _COMPLETED
-        return self._make_work(
-            collectives.all_reduce(tensor, name, group=self, async_op=True), tensors, timeout
-        )
-
-    def _general_allreduce(
-        self, tensor: torch.Tensor, op: Any, opts: Any, timeout: timedelta | None
-    ) -> dist.Work:
         reason = _native_unsupported_reason(op, [tensor])
         if reason:
             op_or_opts = opts if hasattr(opts, "reduceOp") else op
@@ -109,7 +88,7 @@ class ReduceOps(ProcessGroupBase):
             )
         flat = flatten(tensor)  # strides may differ between ranks: elements are sent in logical order
         work = collectives.all_reduce(flat, _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts))
-        return self._make_work(work, [tensor], timeout, lambda: copy_to_tensors([tensor], flat))
+        return self._make_work(work, [tensor], timeout, copy_back_of([flat], [tensor]))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         op = _reduce_op(opts)
@@ -140,6 +119,10 @@ class ReduceOps(ProcessGroupBase):
         else:
             op = _reduce_op(opts)
         tensor, root = tensors[0], root_rank(opts)
+        name = _NATIVE_OPS.get(hash(op))
+        repeated = (self, tensor, tensor, "reduce", self._ranks[root], name, *DEFAULTS)
+        if (done := self._repeat(repeated, opts, tensors, timeout)) is not None:
+            return done
         reason = _native_unsupported_reason(op, tensors)
         if reason:
             outputs, inputs = (tensors, ()) if root == self.rank() else ((), tensors)
@@ -193,6 +176,9 @@ class ReduceOps(ProcessGroupBase):
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         op = _reduce_op(opts)
+        repeated = (self, input, output, "reduce_scatter", _NATIVE_OPS.get(hash(op)), *DEFAULTS)
+        if (done := self._repeat(repeated, opts, [output], timeout)) is not None:
+            return done
         reason = _native_unsupported_reason(op, [output, input])
         if reason:
             return self._fall_back_contiguous(

@@ -134,9 +134,14 @@ def sendrecv(
     sending.wait()
 
 
-def post(communicator: Communicator, memory: Tensor, sends: bool) -> Work:
-    """Start an uncompressed message of a pair; ``memory`` is contiguous and of a dtype that can be sent."""
-    work = run_message(communicator, memory, sends, Options(async_op=True))
+def post(communicator: Communicator, sends: bool, repeated: tuple[Any, ...]) -> Work:
+    """Start an uncompressed message of a pair.
+
+    ``repeated`` is an argument of `run_repeated`, whose tensor is contiguous and of a dtype that can be sent.
+    """
+    work = run_repeated(repeated, True)
+    if work is False:
+        work = run_message(communicator, repeated[1], sends, Options(async_op=True), None, repeated)
     assert work is not None
     return work
 

@@ -30,6 +30,9 @@ exchange_repeated = _C.exchange_repeated
 """``exchange_repeated(sent, received)``: run two messages at the same time and return True; False if one is not known.
 Both are what `run_repeated` takes."""
 
+send_message, receive_message = _C.send_message, _C.receive_message
+"""Run a message of the torch.distributed backend, which a header precedes; see their docstrings."""
+
 forget_repeated = _C.forget_repeated
 """Drop everything that `keep_repeated` has kept."""
 

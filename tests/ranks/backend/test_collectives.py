@@ -233,3 +233,52 @@ def reduce_unusual_tensors(rank: int, world_size: int) -> list[float]:
 
 def test_tensors_without_memory_are_refused_and_results_of_functional_collectives_taken() -> None:
     assert run_ranks(reduce_unusual_tensors, 2, backend="dtcomm") == [[4.0] * 8 + [2.0] * 16] * 2
+
+
+def repeat_collectives(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Return, by collective, the functions of dtcomm that calls with arguments used before still enter."""
+    whole, shard = torch.empty(12 * world_size), torch.empty(12)
+    other = torch.empty_like(whole)
+    calls: dict[str, Callable[[bool], Any]] = {
+        "all_reduce": lambda later: dist.all_reduce(whole, async_op=later),
+        "reduce": lambda later: dist.reduce(whole, 0, async_op=later),
+        "broadcast": lambda later: dist.broadcast(whole, 0, async_op=later),
+        "all_gather": lambda later: dist.all_gather_into_tensor(whole, shard, async_op=later),
+        "reduce_scatter": lambda later: dist.reduce_scatter_tensor(shard, whole, async_op=later),
+        "all_to_all": lambda later: dist.all_to_all_single(other, whole, async_op=later),
+    }
+    entered: dict[str, list[str]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        for repetition in range(4):
+            whole.copy_(torch.arange(whole.numel()) + rank)
+            shard.fill_(rank)
+            if repetition == 2:
+                original = getattr(dtcomm.collectives, name)
+
+                def record(
+                    *arguments: Any, original: Any = original, name: str = name, **options: Any
+                ) -> Any:
+                    entered[name].append(original.__name__)
+                    return original(*arguments, **options)
+
+                setattr(dtcomm.collectives, name, record)
+            _wait(call(repetition % 2 == 1))
+            if repetition == 0:
+                expected = [tensor.clone() for tensor in (whole, shard, other)]
+            assert all(map(torch.equal, (whole, shard, other), expected)), name
+    whole.fill_(1)
+    dist.all_reduce(whole[::2])  # not contiguous: the long way, with the same values
+    assert whole.tolist() == [world_size, 1] * (whole.numel() // 2)
+    assert entered.pop("all_reduce") == ["all_reduce"]
+    dist.all_gather_into_tensor(whole, torch._neg_view(torch.ones(12)))  # its memory has other values
+    assert whole.eq(-1).all() and entered.pop("all_gather") == ["all_gather"]
+    return entered
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="this torch has no C functions that read tensors (torch 2.10 or newer has)",
+)
+def test_repeated_calls_enter_the_engine_at_once() -> None:
+    for entered in run_ranks(repeat_collectives, 2, backend="dtcomm"):
+        assert entered and not any(entered.values())

@@ -164,7 +164,45 @@ def test_messages_are_received_from_any_source() -> None:
     assert sorted(sources) == [1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("program", [receive_without_waiting, send_to_itself, receive_wrong_sizes])
+def repeat_messages(rank: int, world_size: int) -> None:
+    """Short messages that repeat earlier ones arrive by tag, in views, beside long ones and collectives."""
+    peer = 1 - rank
+    for repetition in range(5):
+        for numel in (4, 0, 5000):
+            received = torch.empty(numel)
+            works = [
+                dist.irecv(torch.empty(3), peer, tag=9),
+                dist.irecv(received, peer, tag=2),
+                dist.isend(_message(numel, rank + repetition), peer, tag=2),
+            ]
+            if repetition % 2:
+                dist.all_reduce(torch.ones(4))  # starts the receives
+            works[1].wait()
+            works[2].wait()
+            assert works[1].is_completed() and works[1].source_rank() == peer
+            assert torch.equal(received, _message(numel, peer + repetition))
+            dist.send(torch.ones(3), peer, tag=9)
+            works[0].wait()
+        received = torch._neg_view(torch.zeros(4))
+        matrix = torch.zeros(4, 2)
+        if rank == 0:
+            dist.send(torch._neg_view(torch.ones(4)), 1)
+            dist.send(_message(4, 1), 1)
+        else:
+            dist.recv(received, 0)
+            assert received.tolist() == [-1] * 4
+            dist.recv(matrix[:, 1], 0)
+            assert torch.equal(matrix[:, 1], _message(4, 1)) and not matrix[:, 0].any()
+    futures = [dist.irecv(torch.empty(4), peer).get_future() for _ in range(3)]
+    for key in range(3):
+        dist.send(_message(4, key), peer)
+    for key, future in enumerate(futures):
+        assert torch.equal(future.wait()[0], _message(4, key))
+
+
+@pytest.mark.parametrize(
+    "program", [receive_without_waiting, send_to_itself, receive_wrong_sizes, repeat_messages]
+)
 def test_messages_between_two_ranks(program: Any) -> None:
     run_ranks(program, 2, backend="dtcomm")
 
