@@ -5,6 +5,8 @@
 #include "codec/integer.h"
 #include "codec/layout.h"
 
+// The functions of blocks have no branches, so that compilers vectorize loops over them.
+
 namespace dtcomm {
 
 // A block's byte: its field, the place of its scale above the base of the granule, and the sign of its step.
@@ -22,7 +24,7 @@ constexpr unsigned kLevelBits = 16;
 DTCOMM_HD std::uint32_t variable_scale(std::uint32_t top) {
   const std::uint32_t up = (top + ((1U << kScaleShift) - 1)) >> kScaleShift;
   const std::uint32_t scale = up > kLargestScale ? kLargestScale : up;
-  return top >= kInfinity32 || scale < kSmallestScale ? 0 : scale;
+  return scale & (0U - static_cast<std::uint32_t>((top < kInfinity32) & (scale >= kSmallestScale)));
 }
 
 // The base of a granule whose largest scale is `largest`.
@@ -33,10 +35,9 @@ DTCOMM_HD std::uint32_t variable_base(std::uint32_t largest) {
 // The byte of a block. `most` is the largest of its elements' bits as signed integers: the largest magnitude becomes
 // the code -2^(w-1), for which the step has the opposite sign.
 DTCOMM_HD std::uint32_t variable_byte(std::uint32_t top, std::int32_t most, std::uint32_t base) {
-  if (top >= kInfinity32) return kNaNField;
-  const std::uint32_t scale = variable_scale(top);
-  if (scale <= base) return kZeroField;
-  return (scale - base) | (static_cast<std::uint32_t>(most) == top ? kFlipped : 0);
+  const std::uint32_t scale = variable_scale(top), flipped = static_cast<std::uint32_t>(most) == top ? kFlipped : 0;
+  const std::uint32_t byte = scale <= base ? kZeroField : (scale - base) | flipped;
+  return top >= kInfinity32 ? kNaNField : byte;
 }
 
 // The rule that gives the blocks of a granule their widths.
@@ -52,9 +53,9 @@ struct WidthRule {
   }
   DTCOMM_HD std::uint32_t width(std::uint32_t byte, std::uint32_t block, std::uint32_t level) const {
     const std::uint32_t field = byte & (kFlipped - 1), of = key(field, block);
-    if (field == kZeroField || field == kNaNField || of < level) return 0;
-    const std::uint32_t bits = (of - level) >> (kScaleMantissa + shift);
-    return bits > kWidestCode ? kWidestCode : bits;
+    const std::uint32_t bits = (of > level ? of - level : 0) >> (kScaleMantissa + shift);
+    const std::uint32_t width = bits > kWidestCode ? kWidestCode : bits;
+    return (field == kZeroField) | (field == kNaNField) ? 0 : width;
   }
 };
 
@@ -67,10 +68,10 @@ DTCOMM_HD std::uint32_t width_budget(std::size_t bytes, std::size_t blocks, std:
 // NaN for NaN blocks and 0 for those without codes.
 DTCOMM_HD float variable_step(std::uint32_t byte, std::uint32_t base, std::uint32_t width) {
   const std::uint32_t field = byte & (kFlipped - 1), scale = field + base;
-  if (field == kNaNField || (field != kZeroField && scale >= kScaleOfInfinity)) return float_of(kNaN32);
-  if (width == 0) return 0.0f;
   const float step = float_of(scale << kScaleShift) * float_of((128 - width) << 23);
-  return byte & kFlipped ? -step : step;
+  const std::uint32_t bits = bits_of(step) ^ (byte & kFlipped) << 24;
+  const bool nan = (field == kNaNField) | ((field != kZeroField) & (scale >= kScaleOfInfinity));
+  return float_of(nan ? kNaN32 : width == 0 ? 0 : bits);
 }
 
 // Of codes of so many bits.

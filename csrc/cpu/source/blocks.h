@@ -4,6 +4,7 @@
 
 #include "codec/cast.h"
 #include "codec/layout.h"
+#include "codec/outliers.h"
 #include "cpu/source/loops.h"
 #include "cpu/source/simd_transpose.h"
 #include "cpu/source/stores.h"
@@ -72,10 +73,12 @@ inline void measure(const float* x, std::size_t blocks, std::size_t length, Bloc
   for (; b < blocks; ++b) at.top[b] = largest(x + b * block, block);
 }
 
-// The smallest and the largest element of whole blocks, in the order of float_order (codec/outliers.h).
+// The smallest and the largest element of blocks, in the order of float_order (codec/outliers.h).
 struct Ranges {
-  std::int32_t least[kMostBlocks], most[kMostBlocks];
+  static constexpr std::size_t kMost = kVariableGranule / kSmallestBlock;
+  std::int32_t least[kMost], most[kMost];
 };
+static_assert(most_blocks(Family::variable) == Ranges::kMost, "the smallest blocks are the most");
 
 #if defined(__AVX2__)
 // The smallest lane of each of 8 vectors, in their order.
@@ -110,6 +113,27 @@ inline void measure_orders(const float* x, std::size_t blocks, std::size_t lengt
   }
 }
 #endif
+
+// The same for all blocks of n elements, the last of which may be incomplete.
+inline void measure_orders(const float* x, std::size_t n, std::size_t block, Ranges& ranges) {
+  std::size_t b = 0;
+#if defined(__AVX2__)
+  b = n >> __builtin_ctzll(block);
+  block == 32 ? measure_orders<32>(x, b, block, ranges) : measure_orders<0>(x, b, block, ranges);
+#endif
+  for (; b * block < n; ++b) {
+    const auto* in = unaligned<float>(x) + b * block;
+    const std::size_t length = smaller(block, n - b * block);
+    std::int32_t low = float_order(in[0].value), high = low;
+    for (std::size_t i = 0; i < length; ++i) {
+      const std::int32_t order = float_order(in[i].value);
+      low = order < low ? order : low;
+      high = order > high ? order : high;
+    }
+    ranges.least[b] = low;
+    ranges.most[b] = high;
+  }
+}
 
 inline void store_fields(Scale type, const float* values, std::size_t blocks, std::uint8_t* to) {
   if (type == Scale::fp32) {

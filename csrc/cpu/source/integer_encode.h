@@ -15,24 +15,8 @@ namespace dtcomm::DTCOMM_ISA {
 // The zero points, and `top` becomes the block's range above its zero point.
 inline void measure_ranges(const IntegerRules& rules, const float* x, std::size_t n, std::size_t block, Blocks& at) {
   Ranges ranges;
-  std::size_t b = 0;
-#if defined(__AVX2__)
-  b = n >> __builtin_ctzll(block);
-  block == 32 ? measure_orders<32>(x, b, block, ranges) : measure_orders<0>(x, b, block, ranges);
-#endif
-  for (; b * block < n; ++b) {
-    const auto* in = unaligned<float>(x) + b * block;
-    const std::size_t length = smaller(block, n - b * block);
-    std::int32_t low = float_order(in[0].value), high = low;
-    for (std::size_t i = 0; i < length; ++i) {
-      const std::int32_t order = float_order(in[i].value);
-      low = order < low ? order : low;
-      high = order > high ? order : high;
-    }
-    ranges.least[b] = low;
-    ranges.most[b] = high;
-  }
-  for (std::size_t i = 0; i < b; ++i) {
+  measure_orders(x, n, block, ranges);
+  for (std::size_t i = 0; i * block < n; ++i) {
     const bool bad = ranges.least[i] <= kLowestOrder || ranges.most[i] >= kHighestOrder;
     const float zero = zero_of(rules, float_from_order(ranges.least[i]));
     const std::uint32_t range = magnitude(float_from_order(ranges.most[i]) - zero);
@@ -62,6 +46,10 @@ inline __attribute__((always_inline)) std::int32_t code_of(const Rounding& args,
 #if defined(__AVX512F__)
 typedef __m512i Whole;  // integers of 32 bits
 
+inline __attribute__((always_inline)) Whole to_nearest(Floats t) {
+  return _mm512_maskz_cvtps_epi32(0xffff, reinterpret_cast<__m512>(t));
+}
+
 // Codes of 16 elements as integers. Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16
 // below top / levels (docs/reference/wire-format.md). Others are clamped if Clamp is set; else the caller clamps the
 // bytes that they are packed to, which is as good, as packing saturates.
@@ -73,7 +61,7 @@ inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Float
     t = _mm512_maskz_max_ps(0xffff, t, _mm512_set1_ps(Symmetric ? -args.rules.levels : 0.0f));
     t = _mm512_maskz_min_ps(0xffff, t, _mm512_set1_ps(args.rules.levels));
   }
-  if constexpr (!Stochastic) return _mm512_maskz_cvtps_epi32(0xffff, t);
+  if constexpr (!Stochastic) return to_nearest(reinterpret_cast<Floats>(t));
   constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
   const __m512 above = _mm512_maskz_reduce_ps(0xffff, t, kFloor);  // t minus its floor
   const __mmask16 up = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(random), above, _CMP_LT_OQ);
@@ -87,6 +75,10 @@ inline __attribute__((always_inline)) Floats floats_of_codes(Whole codes) {
 #elif defined(__AVX2__)
 typedef __m256i Whole;
 
+inline __attribute__((always_inline)) Whole to_nearest(Floats t) {
+  return _mm256_cvtps_epi32(reinterpret_cast<__m256>(t));
+}
+
 // The same for 8 elements.
 template <bool Symmetric, bool Stochastic, bool Clamp>
 inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Floats x, float zero, float inverse,
@@ -96,7 +88,7 @@ inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Float
     t = _mm256_max_ps(t, _mm256_set1_ps(Symmetric ? -args.rules.levels : 0.0f));
     t = _mm256_min_ps(t, _mm256_set1_ps(args.rules.levels));
   }
-  if constexpr (!Stochastic) return _mm256_cvtps_epi32(t);
+  if constexpr (!Stochastic) return to_nearest(reinterpret_cast<Floats>(t));
   const __m256 floor = _mm256_floor_ps(t);
   const __m256 up = _mm256_cmp_ps(reinterpret_cast<__m256>(random), _mm256_sub_ps(t, floor), _CMP_LT_OQ);
   return _mm256_sub_epi32(_mm256_cvtps_epi32(floor), _mm256_castps_si256(up));
@@ -108,6 +100,8 @@ inline __attribute__((always_inline)) Floats floats_of_codes(Whole codes) {
 #elif defined(DTCOMM_NEON)
 typedef int32x4_t Whole;
 
+inline __attribute__((always_inline)) Whole to_nearest(Floats t) { return vcvtnq_s32_f32(t); }
+
 // The same for 4 elements.
 template <bool Symmetric, bool Stochastic, bool Clamp>
 inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Floats x, float zero, float inverse,
@@ -117,7 +111,7 @@ inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Float
     t = vmaxq_f32(t, vdupq_n_f32(Symmetric ? -args.rules.levels : 0.0f));
     t = vminq_f32(t, vdupq_n_f32(args.rules.levels));
   }
-  if constexpr (!Stochastic) return vcvtnq_s32_f32(t);
+  if constexpr (!Stochastic) return to_nearest(t);
   const float32x4_t floor = vrndmq_f32(t);
   const uint32x4_t up = vcltq_f32(random, vsubq_f32(t, floor));
   return vsubq_s32(vcvtq_s32_f32(floor), vreinterpretq_s32_u32(up));
@@ -147,6 +141,27 @@ inline __attribute__((always_inline)) Step clamped_codes(Step codes, float level
 #endif
 }
 
+// The integers part(0) to part(3), each of a vector, as saturated bytes, signed or unsigned. The packs work within
+// quarters (halves) of the vectors, which puts groups of four out of order.
+template <bool Signed, class Part>
+inline __attribute__((always_inline)) Step packed_step(const Part& part) {
+#if defined(__AVX512F__)
+  const __m512i words[2] = {_mm512_packs_epi32(part(0), part(1)), _mm512_packs_epi32(part(2), part(3))};
+  const __m512i bytes = Signed ? _mm512_packs_epi16(words[0], words[1]) : _mm512_packus_epi16(words[0], words[1]);
+  return _mm512_maskz_permutexvar_epi32(0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                        bytes);
+#elif defined(DTCOMM_NEON)
+  const int16x8_t low = vqmovn_high_s32(vqmovn_s32(part(0)), part(1));
+  const int16x8_t high = vqmovn_high_s32(vqmovn_s32(part(2)), part(3));
+  return Signed ? vreinterpretq_u8_s8(vqmovn_high_s16(vqmovn_s16(low), high))
+                : vqmovun_high_s16(vqmovun_s16(low), high);
+#else
+  const __m256i words[2] = {_mm256_packs_epi32(part(0), part(1)), _mm256_packs_epi32(part(2), part(3))};
+  const __m256i bytes = Signed ? _mm256_packs_epi16(words[0], words[1]) : _mm256_packus_epi16(words[0], words[1]);
+  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#endif
+}
+
 // A step's codes, from elements i on, as bytes; the error of the encoding goes to `error`. Block is the block length,
 // or 0 if it is known at run time only, as 1 << shift.
 template <bool Symmetric, bool Stochastic, Feedback Kind, std::size_t Block>
@@ -165,22 +180,7 @@ inline __attribute__((always_inline)) Step step_codes(const Rounding& args, cons
     }
     return codes;
   };
-  // The packs work within quarters (halves) of the vectors: put the groups of four back in order.
-#if defined(__AVX512F__)
-  const __m512i words[2] = {_mm512_packs_epi32(part(0), part(1)), _mm512_packs_epi32(part(2), part(3))};
-  const __m512i bytes = Symmetric ? _mm512_packs_epi16(words[0], words[1]) : _mm512_packus_epi16(words[0], words[1]);
-  const __m512i ordered = _mm512_maskz_permutexvar_epi32(
-      0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
-#elif defined(DTCOMM_NEON)
-  const int16x8_t low = vqmovn_high_s32(vqmovn_s32(part(0)), part(1));
-  const int16x8_t high = vqmovn_high_s32(vqmovn_s32(part(2)), part(3));
-  const uint8x16_t ordered = Symmetric ? vreinterpretq_u8_s8(vqmovn_high_s16(vqmovn_s16(low), high))
-                                       : vqmovun_high_s16(vqmovun_s16(low), high);
-#else
-  const __m256i words[2] = {_mm256_packs_epi32(part(0), part(1)), _mm256_packs_epi32(part(2), part(3))};
-  const __m256i bytes = Symmetric ? _mm256_packs_epi16(words[0], words[1]) : _mm256_packus_epi16(words[0], words[1]);
-  const __m256i ordered = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-#endif
+  const Step ordered = packed_step<Symmetric>(part);
   if constexpr (Kind != Feedback::none) return ordered;
   return clamped_codes<Symmetric, Stochastic>(ordered, args.rules.levels);
 }
