@@ -157,14 +157,13 @@ def outputs(rank: int, ranks: int, dtype: torch.dtype, fixed: bool) -> list[torc
         fix_terms(layers, TERMS)
     x = features(dtype).requires_grad_()
     y = layers(x)
-    y.float().square().sum().backward()
-    assert x.grad is not None
+    of_x, *gradients = torch.autograd.grad(y.float().square().sum(), [x, *layers.parameters()])
     gradients = [
         gradient if dim is None else gathered(gradient, dim)
-        for gradient, dim in zip((p.grad for p in layers.parameters()), (0, 0, 1, None), strict=True)
+        for gradient, dim in zip(gradients, (0, 0, 1, None), strict=True)
     ]
     with torch.no_grad():
-        return [y.detach(), x.grad, *gradients, *(layers(x[:tokens]) for tokens in TOKENS)]
+        return [y.detach(), of_x, *gradients, *(layers(x[:tokens]) for tokens in TOKENS)]
 
 
 def gathered(part: torch.Tensor, dim: int = 0) -> torch.Tensor:
