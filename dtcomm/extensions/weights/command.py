@@ -16,6 +16,7 @@ from torch import Tensor
 from dtcomm.cli import write_json
 from dtcomm.errors import DtcommError
 from dtcomm.extensions.weights import store as stores
+from dtcomm.extensions.weights.files import Index
 from dtcomm.extensions.weights.patch import Patch, apply, diff
 from dtcomm.system import write_file
 
@@ -138,7 +139,7 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
         }
         return {**_describe(patch), **tensors}
     source = stores.open_store(options.source)
-    releases = stores.read_index(source.index())
+    releases = Index.read(source.index()).releases
     return {
         f"version {each.version}": {"base": each.base, "patches": len(each.parts), "bytes": each.size}
         for each in sorted(releases, key=lambda each: (each.version, each.base is None))

@@ -93,11 +93,6 @@ class Index(NamedTuple):
         return max((each.version for each in self.releases), default=-1)
 
 
-def read_index(data: bytes) -> tuple[Release, ...]:
-    """Return the releases of an index, none if it is empty; PayloadCorrupt if it is not valid."""
-    return Index.read(data).releases
-
-
 def route(releases: Sequence[Release], version: int | None) -> list[Release]:
     """Return what leads from a version, None: an unknown one, to the newest in the fewest bytes."""
     goal = Index(tuple(releases)).newest

@@ -13,15 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtcomm.extensions.weights.files import Index
 from dtcomm.extensions.weights.patch import HEAD_BYTES, Patch, Prepared, Slice, Weights
-from dtcomm.extensions.weights.store import (
-    MissingFile,
-    RemoteStore,
-    Store,
-    open_store,
-    read_index,
-    read_store_index,
-)
+from dtcomm.extensions.weights.store import MissingFile, RemoteStore, Store, open_store
 
 
 class Part(NamedTuple):
@@ -256,7 +250,7 @@ def published_tensors(source: str | Store) -> dict[str, Tensor]:
         MissingFile: Nothing was published yet.
     """
     store = open_store(source)
-    whole = [each for each in read_index(read_store_index(store)) if each.base is None]
+    whole = [each for each in Index.read(store.index()).releases if each.base is None]
     if not whole:
         raise MissingFile(f"source={source!r}: nothing was published yet")
     tensors = {}

@@ -36,7 +36,6 @@ from dtcomm.extensions.weights.files import (
     ObjectStore,
     Release,
     Store,
-    read_index,
 )
 from dtcomm.runtime import emulated_link
 from dtcomm.runtime.bootstrap.tcp import (
@@ -52,7 +51,7 @@ from dtcomm.runtime.bootstrap.tcp import (
 from dtcomm.system import printable
 
 _log = logging.getLogger("dtcomm")
-__all__ = ["MissingFile", "RemoteStore", "Server", "Store", "open_store", "read_index", "read_store_index"]
+__all__ = ["MissingFile", "RemoteStore", "Server", "Store", "open_store"]
 _MAGIC, _CLIENT, _SERVER = b"dtweigh2", b"client", b"server"
 _DONE, _FAILED = b"\0", b"\1"  # the first byte of an answer
 # Bytes of a piece, pieces that a connection asks for at once, bytes of a request and of an answer.
@@ -68,11 +67,6 @@ def open_store(location: str | Path | Store, **remote: Any) -> Any:
     if str(location).startswith("tcp://"):
         return RemoteStore(str(location).removeprefix("tcp://"), **remote)
     return ObjectStore(str(location)) if "://" in str(location) else DirectoryStore(location)
-
-
-def read_store_index(store: Store) -> bytes:
-    """Return the index of a store, empty if there is none."""
-    return store.index()
 
 
 @dataclass
@@ -137,7 +131,7 @@ class Server:
         seen = Index()
         while not self._ended.is_set():
             try:
-                index, opened = Index(read_index(source.index())), list[tuple[str, int]]()
+                index, opened = Index.read(source.index())._replace(opened=None), list[tuple[str, int]]()
                 while not self._ended.is_set():
                     names = set(self._store.list())
                     parts = [part for each in index.releases for part in each.parts]
@@ -150,7 +144,7 @@ class Server:
                     seen, opened = index, []
                     for name, data in source.follow(index, 1.0):
                         if name == INDEX:
-                            index = Index(read_index(bytes(data)))
+                            index = Index.read(bytes(data))._replace(opened=None)
                             continue
                         self._store.put(name, bytes(data))
                         opened.append((name, len(data)))

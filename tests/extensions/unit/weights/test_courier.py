@@ -15,7 +15,7 @@ from torch import Tensor
 from dtcomm.cli.main import main
 from dtcomm.errors import CollectiveTimeout, PayloadCorrupt, PeerLost
 from dtcomm.extensions.weights import Publisher, Server, Subscriber
-from dtcomm.extensions.weights.files import INDEX, Index, Release, Store, read_index, route
+from dtcomm.extensions.weights.files import INDEX, Index, Release, Store, route
 from dtcomm.extensions.weights.store import RemoteStore
 
 State = dict[str, Tensor]
@@ -330,7 +330,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         trainer = Publisher(state(), tmp_path)
         trainer.publish(5)
         trainer.publish(5)
-    assert [each.version for each in read_index((tmp_path / "index.json").read_bytes())] == [5]
+    assert [each.version for each in Index.read((tmp_path / "index.json").read_bytes()).releases] == [5]
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
