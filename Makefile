@@ -180,7 +180,9 @@ ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) \
 # Only tests of memory accesses run under ASan; tests of values run without it, thirty times as fast.
 ASAN_TESTS = $(addprefix tests/unit/,kernels/test_memory.py kernels/test_golden.py kernels/test_corrupt_payloads.py \
 	kernels/test_fuzz.py kernels/test_low_rank.py test_native_build.py) $(wildcard tests/unit/runtime/test_local*.py) \
-	tests/unit/runtime/test_untrusted_peer.py tests/unit/runtime/test_parallel_connections.py tests/unit/runtime/test_plans.py
+	tests/unit/runtime/test_untrusted_peer.py tests/unit/runtime/test_parallel_connections.py tests/unit/runtime/test_plans.py \
+	tests/extensions/unit/weights/test_patch.py::test_bad_patches_are_refused
+# 100,000 bad patches of weights: make asan FUZZ= ASAN_TESTS=tests/extensions/unit/weights/test_patch.py ARGS="-n 0 -s -m slow"
 
 # `make asan FUZZ=` leaves the fuzzer out.
 FUZZ ?= --seconds 60

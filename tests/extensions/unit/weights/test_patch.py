@@ -169,11 +169,16 @@ def test_an_interrupted_commit_is_completed(buffers: int, monkeypatch: pytest.Mo
         receiver.commit(prepared)
 
 
-def mutants(patch: bytes, others: list[bytes], seed: int) -> bytes:
-    """A damaged patch; some have checksums that are right again, so that checks behind them are reached."""
+def mutants(patch: bytes, others: list[bytes], seed: int) -> list[bytes]:
+    """Bad patches of a version: damaged, with lengths that others chose, of a wrong base, double, or mixed.
+
+    Some have checksums that are right again, so that checks behind them are reached.
+    """
     chance = random.Random(seed)
     data = bytearray(patch)
-    kind = chance.randrange(7)
+    kind = chance.randrange(8)
+    if kind == 7:
+        return chance.choice([[chance.choice(others[1:])], [patch, patch], [patch, chance.choice(others)]])
     if kind == 0:
         for _ in range(chance.randrange(1, 4)):
             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
@@ -207,38 +212,35 @@ def mutants(patch: bytes, others: list[bytes], seed: int) -> bytes:
             )
             entries[index] = entries[index]._replace(**{field: value})
         data = bytearray(seal(entries, payloads, base=read.base, version=read.version, model=read.model))
-    return bytes(data)
+    return [bytes(data)]
 
 
 def fuzz(count: int, seed: int) -> int:
-    """Apply ``count`` damaged patches; return how many were refused. The others made the published bytes."""
+    """Apply ``count`` bad patches; return how many were refused. The others made the published bytes."""
     old = state(0)
     new, weights = step(old), copy(old)
     patch, whole = diff(old, new), diff(None, new)
-    others = [whole, diff(new, old), diff(state(1), state(2))]
+    others = [whole, diff(new, old), diff(state(1), state(2)), diff(new, step(new), base=1, version=2)]
     number = 0
     for attempt in range(count):
-        bad = mutants(chance_of(attempt, patch, whole), others, seed + attempt)
+        bad = mutants(patch if attempt % 4 else whole, others, seed + attempt)
         try:
             apply(weights, bad)
         except (PatchRefused, PayloadCorrupt):
             number += 1
-            assert attempt % 50 or equal(weights, old), f"seed {seed + attempt}"
+            assert equal(weights, old), f"seed {seed + attempt}"
             continue
         assert equal(weights, new), f"seed {seed + attempt}"
         weights = copy(old)
-    assert equal(weights, old)
     return number
 
 
-def chance_of(attempt: int, patch: bytes, whole: bytes) -> bytes:
-    return whole if attempt % 4 == 0 else patch
-
-
-def test_damaged_patches_are_refused() -> None:
+def test_bad_patches_are_refused() -> None:
     assert fuzz(2000, 0) > 1500
 
 
 @pytest.mark.slow
-def test_many_damaged_patches_are_refused() -> None:
-    assert fuzz(100_000, 10_000) > 75_000
+def test_many_bad_patches_are_refused() -> None:
+    refused = fuzz(100_000, 10_000)
+    print(f"100,000 bad patches: {refused:,} refused, the others made the published bytes")
+    assert refused > 75_000
