@@ -26,21 +26,8 @@ struct WeightLayout {
 };
 
 constexpr WeightLayout layout_of(WeightKind kind) {
-  switch (kind) {
-    case WeightKind::bytes:
-      return {1, 0};
-    case WeightKind::bf16:
-      return {2, 7};
-    case WeightKind::f16:
-      return {2, 10};
-    case WeightKind::f32:
-      return {4, 23};
-    case WeightKind::e4m3:
-      return {1, 3};
-    case WeightKind::e5m2:
-      return {1, 2};
-  }
-  return {0, 0};
+  constexpr WeightLayout kLayouts[kWeightKinds] = {{1, 0}, {2, 7}, {2, 10}, {4, 23}, {1, 3}, {1, 2}};
+  return kLayouts[static_cast<unsigned>(kind)];
 }
 
 // How the elements of a class of a granule are coded. The numbers are part of the payload.
