@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import ptxas
+from bench import ptxas, sass
 
 # Instructions have two words of 64 bits. The low nine bits of the first are the operation; in the second stands
 # the number of the predicate that VIMNMX writes, from bit 17 on. 7 is PT, which discards it and is harmless.
 VIMNMX, OPERATION, PREDICATE, DISCARDED = 0x48, 0x1FF, 17, 7
+# Instructions an element of the shortest hot path, as recorded with nvcc 13.0.
+LIMITS = {"int8 encode": 35, "int8 decode": 27.5}
 CLAMP = """
 extern "C" __global__ void clamp(const int* in, int* out, int* all) {
   const int present = in[threadIdx.x] < 0 ? 0 : in[threadIdx.x] < 8 ? in[threadIdx.x] : 8;
@@ -30,14 +32,10 @@ extern "C" __global__ void clamp(const int* in, int* out, int* all) {
 
 
 def disassembler() -> str:
-    """cuobjdump, of the toolkit or of Triton."""
-    found = shutil.which("cuobjdump")
-    if found is None:
-        triton = pytest.importorskip("triton", reason="cuobjdump comes with the CUDA toolkit and with Triton")
-        found = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-    if not Path(found).exists():
-        pytest.skip("cuobjdump was not found; it comes with the CUDA toolkit")
-    return found
+    try:
+        return sass.disassembler()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
 
 
 def machine_code(cubin: Path) -> Iterator[np.ndarray]:
@@ -89,6 +87,18 @@ def test_kernels_of_int8_stay_in_registers_and_leave_room_for_blocks(tmp_path: P
     assert len(sums) == 2 and len(registers) == 5
     assert {kernel["kernel"]: kernel["stack"] for kernel in kernels if kernel["stack"]} == {}
     assert {name: used for name, used in registers.items() if used > (72 if name in sums else 40)} == {}
+
+
+def test_kernels_of_int8_execute_few_instructions_an_element() -> None:
+    disassembler()
+    if shutil.which("c++filt") is None:
+        pytest.skip("c++filt was not found; it comes with binutils")
+    try:
+        ptxas.tool("nvcc")
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    counts = sass.count(list(LIMITS))
+    assert {name: count for name, count in counts.items() if count > LIMITS[name]} == {}
 
 
 def test_search_finds_what_ptxas_makes_of_a_clamp(tmp_path: Path) -> None:
