@@ -42,14 +42,14 @@ class Instruction(NamedTuple):
 
 
 KERNELS = {
-    "int8 encode": Kernel("int8_32", "encode 0", 8, (".128", 2), (".64", 1)),
-    "int8 decode": Kernel("int8_32", "decode 1", 8, (".64", 1), (".128", 2)),
+    "int8 encode": Kernel("int8_32", "encode 0", 32, (".128", 8), (".64", 4)),
+    "int8 decode": Kernel("int8_32", "decode 1", 32, ("", 8), (".128", 8)),
     "int8 sum of 8": Kernel("int8_32", "reduce n", 8, (".64", 8), (".128", 2), 64),
     "int8 sum of 8, encoded": Kernel(
         "int8_32", "reduce_encode n with feedback", 8, (".64", 8), (".64", 1), 64
     ),
-    "int4 encode": Kernel("int4_32", "encode 0", 8, (".128", 2), ("", 1)),
-    "int4 decode": Kernel("int4_32", "decode 1", 8, ("", 1), (".128", 2)),
+    "int4 encode": Kernel("int4_32", "encode 0", 32, (".128", 8), ("", 4)),
+    "int4 decode": Kernel("int4_32", "decode 1", 32, (".U16", 16), (".128", 8)),
     "int4 sum of 8": Kernel("int4_32", "reduce n", 8, ("", 8), (".128", 2), 64),
     "e4m3 encode": Kernel("e4m3_32", "encode 0", 8, (".128", 2), (".64", 1)),
     "e4m3 decode": Kernel("e4m3_32", "decode 1", 8, (".64", 1), (".128", 2)),

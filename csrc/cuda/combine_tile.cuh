@@ -3,6 +3,9 @@
 // between them: the time of a kernel that waits for each load is that of its latencies.
 #pragma once
 
+#include <type_traits>
+
+#include "codec/granules.h"
 #include "cuda/hadamard.cuh"
 #include "cuda/params.cuh"
 #include "cuda/vec8.cuh"
@@ -155,10 +158,11 @@ DTCOMM_DEVICE void store_residual(const Lanes& lanes, const KernelParams& params
   store_vec8(lanes, DType::f32, error, params.residual_out, pos.first, pos.present, params.residual_aligned, pos.whole);
 }
 
+// The position of vec8 `v` of the `vecs` that a thread has in a tile; those of a warp follow each other.
 DTCOMM_DEVICE Vec8Position vec8_position(const KernelParams& params, std::uint64_t tile, unsigned thread,
-                                         unsigned threads) {
+                                         unsigned threads, unsigned vecs = 1, unsigned v = 0) {
   Vec8Position pos;
-  pos.first = (tile * threads + thread) * kVec8;
+  pos.first = (tile * threads * vecs + (thread / kWarp * vecs + v) * kWarp + thread % kWarp) * kVec8;
   std::uint64_t granule = pos.first >> params.granule_shift;
   granule = granule < params.last ? granule : params.last;
   const std::uint64_t start = granule << params.granule_shift;
@@ -242,8 +246,8 @@ DTCOMM_NOINLINE void combine_cut_vec8(Lanes lanes, const KernelParams& params, c
 // The work of thread block `tile`. `Encodes`: there is a payload_out; `Feedback`: what it decodes to is needed, too.
 template <int Count, bool Encodes, bool Feedback, class Family, class Lanes>
 DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, const Family& family,
-                                std::uint64_t tile) {
-  Vec8Position pos = vec8_position(params, tile, lanes.thread(), lanes.threads());
+                                std::uint64_t tile, unsigned vecs = 1, unsigned v = 0) {
+  Vec8Position pos = vec8_position(params, tile, lanes.thread(), lanes.threads(), vecs, v);
   if constexpr (Family::kSpecialized) {
     // The same for all lanes of a warp.
     if (pos.whole && pos.shape->n == params.whole.n) {
@@ -260,11 +264,69 @@ DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, 
   }
 }
 
+// The vec8s of a lane in a tile: a warp takes a whole granule where the family has encode_default and load_row.
+template <class Family, class = void>
+constexpr int kVecs = 1;
+template <class Family>
+constexpr int kVecs<Family, std::enable_if_t<(Family::kVecs > 1)>> = Family::kVecs;
+
+// Whether combine_granule serves a call that encodes a tensor or decodes a payload.
+template <bool Encodes, class Family>
+DTCOMM_DEVICE bool is_default(const KernelParams& params, const Family& family) {
+  const bool aligned = Encodes ? params.local && params.local_aligned : params.out && params.out_aligned;
+  const DType dtype = Encodes ? params.local_dtype : params.out_dtype;
+  return aligned && dtype == DType::f32 && family.is_default() && !params.residual_in && !params.residual_out &&
+         !params.divides && !params.has_local == !Encodes;
+}
+
+// Encodes a tensor of fp32 or decodes to one; a warp takes a whole granule. All loads come first, and what is the same
+// for the granule is computed once.
+template <bool Encodes, class Family, class Lanes>
+DTCOMM_DEVICE void combine_granule(const Lanes& lanes, const KernelParams& params, const Family& family,
+                                   std::uint64_t granule) {
+  const std::uint32_t lane = lanes.thread() % kWarp;
+  const std::uint64_t first = granule * kGranule, offset = granule * params.granule_bytes;
+  if constexpr (Encodes) {
+    const float* in = static_cast<const float*>(params.local) + first + lane * kVec8;
+    std::uint8_t* payload = params.payload_out + offset;
+    constexpr int kWarpVec8s = kWarp * kVec8;
+    float x[kVecs<Family>][kVec8];
+    DTCOMM_UNROLL
+    for (int v = 0; v < kVecs<Family>; ++v) load_vec8(DType::f32, in, v * kWarpVec8s, kVec8, true, x[v]);
+    DTCOMM_UNROLL
+    for (int v = 0; v < kVecs<Family>; ++v) family.encode_default(lanes, v * kWarpVec8s + lane * kVec8, x[v], payload);
+  } else {
+    // A lane takes four elements of each row, so that the stores of a warp fill whole sectors.
+    constexpr int kRowElements = kWarp * 4, kRows = kGranule / kRowElements;
+    float* out = static_cast<float*>(params.out) + first + lane * 4;
+    const std::uint8_t* payload = params.payloads[0] + offset;
+    typename Family::Row rows[kRows];
+    DTCOMM_UNROLL
+    for (int r = 0; r < kRows; ++r) rows[r] = family.load_row(r * kRowElements + lane * 4, payload);
+    DTCOMM_UNROLL
+    for (int r = 0; r < kRows; ++r) store_quad(family.decode_row(rows[r]), out + r * kRowElements);
+  }
+}
+
 // The work of thread block `tile` of a group of calls.
 template <int Count, bool Encodes, bool Feedback, class Family, class Lanes>
 DTCOMM_DEVICE void combine_group_tile(const Lanes& lanes, const CallGroup& group, const Family& family, unsigned tile) {
   const unsigned item = group.item_of(tile);
-  combine_tile<Count, Encodes, Feedback>(lanes, group.items[item], family, tile - group.first_tile[item]);
+  const KernelParams& params = group.items[item];
+  const std::uint64_t index = tile - group.first_tile[item];
+  if constexpr (kVecs<Family> > 1 && Count >= 0 && !Feedback) {
+    const std::uint64_t granule = index * (lanes.threads() / kWarp) + lanes.thread() / kWarp;
+    const bool whole = granule < params.last || (granule == params.last && params.tail.n == kGranule);
+    if (whole && is_default<Encodes>(params, family)) {
+      combine_granule<Encodes>(lanes, params, family, granule);
+      return;
+    }
+  }
+  // Warp by warp the same elements as above, so that a tile may mix both.
+  DTCOMM_LOOP
+  for (int v = 0; v < kVecs<Family>; ++v) {
+    combine_tile<Count, Encodes, Feedback>(lanes, params, family, index, kVecs<Family>, v);
+  }
 }
 
 }  // namespace dtcomm::cuda

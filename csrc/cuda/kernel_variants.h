@@ -11,10 +11,16 @@ constexpr unsigned kThreads = 256;  // of a thread block, unless a group of lane
 
 inline unsigned threads_of(unsigned group) { return group > kThreads ? kMaxBlockThreads : kThreads; }
 
-// Thread blocks of `threads` threads that the elements of a call take.
-inline unsigned tiles(const KernelParams& params, unsigned threads) {
+// Vec8s that a thread block takes at a time.
+template <class Family>
+unsigned tile_vecs(const Family& family) {
+  return Family::kSpecialized ? kThreads * kVecs<Family> : threads_of(family.group());
+}
+
+// Thread blocks, each of which takes `vecs` vec8s, that the elements of a call take.
+inline unsigned tiles(const KernelParams& params, unsigned vecs) {
   const std::uint64_t elements = (params.last << params.granule_shift) + params.tail.n;
-  return static_cast<unsigned>((elements + threads * kVec8 - 1) / (threads * kVec8));
+  return static_cast<unsigned>((elements + vecs * kVec8 - 1) / (vecs * kVec8));
 }
 
 // Whether the same kernel serves two calls of a codec and dtype.

@@ -37,7 +37,7 @@ Status queue_groups(const std::vector<Item>& items, unsigned threads, const Queu
 // Queues calls that a family serves, with one launch for all that the same kernel serves.
 template <class Family>
 Status queue_dense(std::vector<KernelParams> calls, const Family& family, void* stream) {
-  const unsigned threads = Family::kSpecialized ? kThreads : threads_of(family.group());
+  const unsigned vecs = tile_vecs(family);
   while (!calls.empty()) {
     const KernelParams first = calls.front();
     const auto others = std::stable_partition(calls.begin(), calls.end(),
@@ -45,7 +45,7 @@ Status queue_dense(std::vector<KernelParams> calls, const Family& family, void* 
     const std::vector<KernelParams> alike(calls.begin(), others);
     calls.erase(calls.begin(), others);
     const Status status =
-        queue_groups(alike, threads, [&](const CallGroup& group) { return launch(group, family, stream); });
+        queue_groups(alike, vecs, [&](const CallGroup& group) { return launch(group, family, stream); });
     if (!status.ok()) return status;
   }
   return Status();

@@ -36,6 +36,10 @@ struct Integer : Blocks<Group> {
   };
   using Raw = std::conditional_t<kPlain, PlainRaw, std::conditional_t<kAny, AnyRaw, SpikesRaw>>;
 
+  // Whether the options are those that combine_granule knows.
+  static constexpr int kVecs = kPlain && Group ? kGranule / (kWarp * kVec8) : 1;
+  DTCOMM_DEVICE bool is_default() const { return codec.scale == Scale::bf16; }
+
   DTCOMM_DEVICE unsigned bits() const { return Bits ? Bits : codec.bits; }
   DTCOMM_DEVICE bool symmetric() const { return !kAny || codec.symmetric; }
   DTCOMM_DEVICE bool rotates() const { return kAny && codec.rotate; }
@@ -109,6 +113,54 @@ struct Integer : Blocks<Group> {
     const float zero = zero_of(rules, float_from_order(low));
     top = magnitude(float_from_order(high) - zero);
     return top >= kInfinity32 ? 0.0f : zero;
+  }
+
+  // The vec8 at element `at` of a whole granule, with the default options: the same bytes as encode() writes.
+  template <class Lanes>
+  DTCOMM_DEVICE void encode_default(const Lanes& lanes, std::uint32_t at, const float (&x)[kVec8],
+                                    std::uint8_t* granule) const {
+    constexpr float kLevels = (1 << (Bits - 1)) - 1;
+    const std::uint32_t top = group_max_magnitude(lanes, group(), x);
+    std::uint32_t scale = bits_of(divide_exactly(float_of(top), kLevels));
+    scale = (scale + 0x7fff + (scale >> 16 & 1)) & 0xffff0000U;
+    scale = scale > rules.cap ? rules.cap : scale;
+    const bool bad = top >= kInfinity32, usable = !bad && scale >= 0x00800000;
+    const float inverse = usable ? inverse_of_bf16(float_of(scale)) : 0.0f;
+    std::int32_t q[kVec8];
+    DTCOMM_UNROLL
+    for (int j = 0; j < kVec8; ++j) {
+      const float t = fminf(fmaxf(x[j] * inverse, -kLevels), kLevels);
+      q[j] = static_cast<std::int32_t>(bits_of(t + kRound));  // its lowest byte is the code
+    }
+    Codes codes = codes_of(q);
+    codes.word[0] = bad ? 0 : codes.word[0];
+    codes.word[1] = bad ? 0 : codes.word[1];
+    constexpr std::uint32_t kCodesAt = kGranule / (Group * kVec8) * 2;
+    store_codes<true>(codes, Bits, kGranule, at, granule + kCodesAt);
+    if (this->leads(at)) store_field(Scale::bf16, float_of(bad ? kNaN32 : usable ? scale : 0), granule, block_of(at));
+  }
+
+  // Four neighbouring elements of a whole granule, with the default options.
+  struct Row {
+    std::uint32_t codes;
+    float scale;
+  };
+  DTCOMM_DEVICE Row load_row(std::uint32_t at, const std::uint8_t* granule) const {
+    constexpr std::uint32_t kCodesAt = kGranule / (Group * kVec8) * 2;
+    const std::uint64_t codes = load_bytes<Bits / 2, true>(granule + kCodesAt + at * Bits / 8);
+    return {static_cast<std::uint32_t>(codes), load_field(Scale::bf16, granule, block_of(at))};
+  }
+  DTCOMM_DEVICE Quad decode_row(const Row& row) const {
+    constexpr std::uint32_t kHalf = 1U << (Bits - 1);
+    const Codes codes = {{unpack_codes<Bits>(row.codes) ^ kHalf * 0x01010101U, 0}};
+    float x[4];
+    DTCOMM_UNROLL
+    for (int j = 0; j < 4; ++j) x[j] = float_of_byte(codes, j, static_cast<float>(kHalf)) * row.scale;
+    if (!finite(row.scale)) {  // no other product is NaN
+      DTCOMM_UNROLL
+      for (int j = 0; j < 4; ++j) x[j] = canonical(x[j]);
+    }
+    return {{bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])}};
   }
 
   template <bool Feedback, bool Whole, class Lanes>

@@ -119,7 +119,7 @@ std::size_t combine_group_emulated(const Codec& codec, const std::vector<const C
       const bool encodes = calls[i]->payload_out != nullptr;
       const cuda::KernelParams params = cuda::make_params(codec, *calls[i], tables[i], encodes);
       if (group.size > 0 && !cuda::same_kernel(params, group.items[0])) break;
-      cuda::add_item(group, params, cuda::tiles(params, threads));
+      cuda::add_item(group, params, cuda::tiles(params, cuda::tile_vecs(family)));
     }
     cuda::with_kernel_variant<F>(group.items[0], [&](auto kernel) {
       launch(observer, group.first_tile[group.size], threads, *arguments, dense_block<decltype(kernel), F>);
