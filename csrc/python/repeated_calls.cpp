@@ -61,12 +61,14 @@ class TensorReader {
     }
     while (api && api->header.major != 1) api = reinterpret_cast<const Api*>(api->header.previous);
     if (!api) return;
+    is_neg_ = PyUnicode_InternFromString("is_neg");
+    if (!is_neg_) throw py::error_already_set();
     Py_INCREF(tensor_type);
     tensor_type_ = tensor_type;
     read_ = api->read;
   }
 
-  // False if the object is not exactly a torch.Tensor, or not contiguous memory of the CPU.
+  // False if the object is not exactly a torch.Tensor, or not contiguous memory of the CPU that holds its values.
   bool read(PyObject* object, TensorView& view) const {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != tensor_type_ || !read_) return false;
     Tensor tensor;
@@ -81,6 +83,7 @@ class TensorReader {
       numel *= tensor.shape[i];
     }
     if (!tensor.data && numel) return false;  // its storage was freed
+    if (tensor.code == kFloat && is_negated(object)) return false;
     view.data = static_cast<std::uint8_t*>(tensor.data) + tensor.byte_offset;
     view.numel = static_cast<std::size_t>(numel);
     view.bytes = view.numel * tensor.bits / 8;
@@ -90,6 +93,15 @@ class TensorReader {
 
  private:
   static constexpr std::int32_t kCpu = 1;
+  static constexpr std::uint8_t kFloat = 2;
+
+  // Whether the memory has the negatives of a tensor's values, as that of the imaginary part of a conjugate view.
+  bool is_negated(PyObject* tensor) const {
+    PyObject* const answer = PyObject_CallMethodNoArgs(tensor, is_neg_);
+    if (!answer) PyErr_Clear();
+    Py_XDECREF(answer);
+    return answer != Py_False;
+  }
 
   struct Tensor {
     void* data;
@@ -112,7 +124,7 @@ class TensorReader {
     void* current_stream;
   };
 
-  PyObject* tensor_type_ = nullptr;
+  PyObject *tensor_type_ = nullptr, *is_neg_ = nullptr;
   int (*read_)(void* object, Tensor* tensor) = nullptr;
 };
 

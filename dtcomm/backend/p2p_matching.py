@@ -202,7 +202,7 @@ class PeerInbox:
         has_come: Any = None
         failure: BaseException | None = None
         try:
-            if call is self._header_call and not receive.tensor.is_neg():
+            if call is self._header_call:
                 has_come = receive_message(call, receive.tensor, receive.tag)
             else:
                 has_come = run_repeated(call, False)
@@ -214,14 +214,12 @@ class PeerInbox:
             self.is_taken = False
             if isinstance(failure, Exception):
                 self.fail(failure)
-            elif (
-                failure is not None
-            ):  # of a signal's handler: the engine has its own error for the next receive
-                pass
             elif has_come:
                 self._matcher.remove(receive)
                 receive.finish()
-            else:
+            elif (
+                failure is None
+            ):  # after an exception of a signal's handler the next receive gets the engine's error
                 self._process_arrival()
             if receive.ended or failure is not None:
                 self._matcher.start()  # the receives of other threads
@@ -322,7 +320,7 @@ class MessageMatcher:
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> dist.Work:
         """Start sending; the returned handle is complete when the tensor may be changed."""
-        if dst in self._headers and not tensor.is_neg():  # a negative view has other values than its memory
+        if dst in self._headers:
             with self._send_locks[dst]:
                 work = send_message(self._headers[dst], tensor, tag)
                 if work is None:

@@ -93,8 +93,6 @@ class ProcessGroupBase(dist.ProcessGroup):
         """
         if self._messages.unstarted:
             self._messages.start()
-        if repeated[1].is_neg() or repeated[2].is_neg():  # run_repeated reads the memory alone
-            return None
         work = run_repeated(repeated, is_async(opts))
         if work is None:
             return COMPLETED_WORK

@@ -258,6 +258,15 @@ def test_overlapping_tensors_are_refused(rank: int, ranks: int) -> None:
 
 
 @on_ranks(2)
+def test_views_whose_memory_has_other_values_are_refused(rank: int, ranks: int) -> None:
+    whole, part = torch.empty(ranks * NUMEL), torch.ones(NUMEL)
+    for _ in range(RUNS):
+        dtcomm.all_gather(whole, part)
+        with pytest.raises(ValueError, match="input: is a lazy view"):
+            dtcomm.all_gather(whole, torch._neg_view(part))
+
+
+@on_ranks(2)
 def test_a_mismatch_is_raised(rank: int, ranks: int) -> None:
     x, y = torch.ones(8), torch.ones(16)
     for _ in range(3):

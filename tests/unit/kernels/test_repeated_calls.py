@@ -48,6 +48,7 @@ def test_arguments_are_checked_in_every_call() -> None:
         dtcomm.encode("int8", x, out=payload.view(torch.int8))
     with pytest.raises(ValueError, match="x: expected a contiguous tensor"):
         dtcomm.encode("int8", torch.empty(200)[::2], out=payload)
+    assert not _C.encode_repeated("int8", torch._neg_view(x), 0, 0, payload)  # its memory has other values
     with pytest.raises(ValueError, match="key: expected at least 0"):
         dtcomm.encode("int8", x, key=-1, out=payload)
     with pytest.raises(ValueError, match=r"key: expected less than 2\*\*64"):
