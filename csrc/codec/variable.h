@@ -70,8 +70,11 @@ DTCOMM_HD float variable_step(std::uint32_t byte, std::uint32_t base, std::uint3
   const std::uint32_t field = byte & (kFlipped - 1), scale = field + base;
   const float step = float_of(scale << kScaleShift) * float_of((128 - width) << 23);
   const std::uint32_t bits = bits_of(step) ^ (byte & kFlipped) << 24;
-  const bool nan = (field == kNaNField) | ((field != kZeroField) & (scale >= kScaleOfInfinity));
-  return float_of(nan ? kNaN32 : width == 0 ? 0 : bits);
+  // Masks, as compilers move the product behind a condition.
+  const std::uint32_t some = 0U - static_cast<std::uint32_t>(width != 0);
+  const bool is_nan = (field == kNaNField) | ((field != kZeroField) & (scale >= kScaleOfInfinity));
+  const std::uint32_t nan = 0U - static_cast<std::uint32_t>(is_nan);
+  return float_of((kNaN32 & nan) | (bits & some & ~nan));
 }
 
 // Of codes of so many bits.

@@ -215,11 +215,11 @@ struct VariableKernels : DecodingFamily<VariableKernels> {
     std::uint8_t widths[kMostVariableBlocks];
     float inverse[kMostVariableBlocks + kBlocksBehind];
     for (std::size_t b = 0; b < cut.blocks; ++b) {
-      const std::uint32_t width = cut.rule.width(to[b], static_cast<std::uint32_t>(b), level);
-      const float step = variable_step(to[b], base, width);
-      widths[b] = static_cast<std::uint8_t>(width);
-      const float by = 1.0f / step;
-      inverse[b] = width ? by : 0.0f;
+      widths[b] = static_cast<std::uint8_t>(cut.rule.width(to[b], static_cast<std::uint32_t>(b), level));
+    }
+    for (std::size_t b = 0; b < cut.blocks; ++b) {
+      const float by = 1.0f / variable_step(to[b], base, widths[b]);
+      inverse[b] = float_of(bits_of(by) & (0U - static_cast<std::uint32_t>(widths[b] != 0)));
     }
     for (std::size_t b = cut.blocks; b < cut.blocks + kBlocksBehind; ++b) inverse[b] = 0.0f;
 
