@@ -207,7 +207,8 @@ class PeerInbox:
             else:
                 has_come = run_repeated(call, False)
             if has_come is False:
-                self._post(call).wait()
+                work = self._post(call)
+                work.wait()
         except BaseException as error:
             failure = error
         with self._matcher.lock:

@@ -89,6 +89,7 @@ def test_every_operation_on_a_gpu_falls_back_and_is_reported(
     monkeypatch.setattr(fallback_backends.FallbackBackends, "_make_nccl", lambda *_: "nccl")
     monkeypatch.setattr(torch_compat, "make_gloo", lambda *_: "gloo")
     group = DtcommProcessGroup(dist.HashStore(), 0, 2, timedelta(seconds=5), "devices")
+    group._ranks = [0, 1]  # torch does not know the group
     with FakeTensorMode():
         tensor = torch.empty(8, device=CUDA)
         calls = _calls(group, tensor)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dtcomm.compress.checkpoint import seal
 from dtcomm.frameworks import attached, save_with
 
 
@@ -21,7 +22,7 @@ class Compressor:
         self.loaded: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "residuals": {"weight": torch.ones(2)}}
+        return seal({"steps": self.steps, "residuals": {"weight": torch.ones(2)}})
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any) -> None:
         if isinstance(state, Mapping) and state["steps"] == 13:
@@ -49,7 +50,7 @@ def test_saving_removes_the_files_of_other_numbers_of_ranks(tmp_path: Path) -> N
 
 def test_another_number_of_ranks_gets_all_states(tmp_path: Path) -> None:
     for rank in range(3):
-        torch.save({"steps": 3, "rank": rank}, tmp_path / f"rank{rank}-of-3.pt")
+        torch.save(seal({"steps": 3, "rank": rank}), tmp_path / f"rank{rank}-of-3.pt")
     compressor = Compressor()
     assert attached.load_files(compressor, str(tmp_path))
     assert [state["rank"] for state in compressor.loaded] == [0, 1, 2]
@@ -73,9 +74,9 @@ def test_an_incomplete_state_is_not_loaded_and_warns_once(
         if name == "damaged":
             (tmp_path / "rank0-of-1.pt").write_bytes(b"PK damaged")
         else:
-            torch.save({"steps": 3}, tmp_path / name)
+            torch.save(seal({"steps": 3}), tmp_path / name)
     if "other steps" in names:
-        torch.save({"steps": 4}, tmp_path / "rank1-of-2.pt")
+        torch.save(seal({"steps": 4}), tmp_path / "rank1-of-2.pt")
     compressor = Compressor()
     assert not attached.load_files(compressor, str(tmp_path))
     assert compressor.loaded is None
