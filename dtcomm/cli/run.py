@@ -191,9 +191,13 @@ class Compression:
             for module in modules:
                 undo.callback(vars(module).update, fully_shard=shard)
                 vars(module)["fully_shard"] = shard_and_wait
+            undo.callback(self._stop_waiting)
             yield
+
+    def _stop_waiting(self) -> None:
         if self._hook is not None:
             self._hook.remove()
+            self._hook = None
 
     def _wait_for(self, module: Any) -> None:
         self._found = True
@@ -223,8 +227,7 @@ class Compression:
             return
         self._waiting = [weakref.ref(each) for each in waiting if each not in inside]
         if not self._waiting:
-            self._hook.remove()
-            self._hook = None
+            self._stop_waiting()
         for each in found:
             if isinstance(each, DistributedDataParallel):
                 self._compress_ddp(each)

@@ -248,30 +248,31 @@ def repeat_collectives(rank: int, world_size: int) -> dict[str, list[str]]:
         "all_to_all": lambda later: dist.all_to_all_single(other, whole, async_op=later),
     }
     entered: dict[str, list[str]] = {name: [] for name in calls}
-    for name, call in calls.items():
-        for repetition in range(4):
-            whole.copy_(torch.arange(whole.numel()) + rank)
-            shard.fill_(rank)
-            if repetition == 2:
-                original = getattr(dtcomm.collectives, name)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, call in calls.items():
+            for repetition in range(4):
+                whole.copy_(torch.arange(whole.numel()) + rank)
+                shard.fill_(rank)
+                if repetition == 2:
+                    original = getattr(dtcomm.collectives, name)
 
-                def record(
-                    *arguments: Any, original: Any = original, name: str = name, **options: Any
-                ) -> Any:
-                    entered[name].append(original.__name__)
-                    return original(*arguments, **options)
+                    def record(
+                        *arguments: Any, original: Any = original, name: str = name, **options: Any
+                    ) -> Any:
+                        entered[name].append(original.__name__)
+                        return original(*arguments, **options)
 
-                setattr(dtcomm.collectives, name, record)
-            _wait(call(repetition % 2 == 1))
-            if repetition == 0:
-                expected = [tensor.clone() for tensor in (whole, shard, other)]
-            assert all(map(torch.equal, (whole, shard, other), expected)), name
-    whole.fill_(1)
-    dist.all_reduce(whole[::2])  # not contiguous: the long way, with the same values
-    assert whole.tolist() == [world_size, 1] * (whole.numel() // 2)
-    assert entered.pop("all_reduce") == ["all_reduce"]
-    dist.all_gather_into_tensor(whole, torch._neg_view(torch.ones(12)))  # its memory has other values
-    assert whole.eq(-1).all() and entered.pop("all_gather") == ["all_gather"]
+                    patch.setattr(dtcomm.collectives, name, record)
+                _wait(call(repetition % 2 == 1))
+                if repetition == 0:
+                    expected = [tensor.clone() for tensor in (whole, shard, other)]
+                assert all(map(torch.equal, (whole, shard, other), expected)), name
+        whole.fill_(1)
+        dist.all_reduce(whole[::2])  # not contiguous: the long way, with the same values
+        assert whole.tolist() == [world_size, 1] * (whole.numel() // 2)
+        assert entered.pop("all_reduce") == ["all_reduce"]
+        dist.all_gather_into_tensor(whole, torch._neg_view(torch.ones(12)))  # its memory has other values
+        assert whole.eq(-1).all() and entered.pop("all_gather") == ["all_gather"]
     return entered
 
 
