@@ -81,6 +81,16 @@ struct Codes {
     const __m256i wide = kSigned ? _mm256_cvtepi8_epi32(raw) : _mm256_cvtepu8_epi32(raw);
     return reinterpret_cast<Floats>(_mm256_cvtepi32_ps(wide));
   }
+#elif defined(DTCOMM_NEON)
+  static Floats many(const void* from, std::size_t i) {
+    std::uint32_t raw;
+    __builtin_memcpy(&raw, static_cast<const Byte*>(from) + i, sizeof raw);
+    if constexpr (kSigned) {
+      return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(raw)))));
+    } else {
+      return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(raw)))));
+    }
+  }
 #endif
 };
 
