@@ -2,7 +2,8 @@
 
 It compiles the kernels of a few codec families for sm_90 with nvcc and disassembles them; no device is needed. A count
 is that of the shortest path from a kernel's first instruction to its end that passes the loads and stores of a
-warp's whole granule, which is a lower bound: slow paths and the branches of cut granules are not on it.
+warp's whole granule, which is a lower bound: slow paths and the branches of cut granules are not on it. Of a sum it is
+the loop over the payloads alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Kernel(NamedTuple):
     elements: int  # of a lane
     loads: tuple[str, int]  # the suffix of the loads and how many there are
     stores: tuple[str, int]
-    products: int = 0  # of a sum, whose branches about the number of terms a shortest path would skip
+    terms: int = 0  # of a sum: its loop over the terms is counted alone, whose loads and stores are these
 
 
 class Instruction(NamedTuple):
@@ -44,13 +45,10 @@ class Instruction(NamedTuple):
 KERNELS = {
     "int8 encode": Kernel("int8_32", "encode 0", 32, (".128", 8), (".64", 4)),
     "int8 decode": Kernel("int8_32", "decode 1", 32, ("", 8), (".128", 8)),
-    "int8 sum of 8": Kernel("int8_32", "reduce n", 8, (".64", 8), (".128", 2), 64),
-    "int8 sum of 8, encoded": Kernel(
-        "int8_32", "reduce_encode n with feedback", 8, (".64", 8), (".64", 1), 64
-    ),
+    "int8 sum of 8": Kernel("int8_32", "reduce n", 32, (".64", 4), (".128", 0), 8),
     "int4 encode": Kernel("int4_32", "encode 0", 32, (".128", 8), ("", 4)),
     "int4 decode": Kernel("int4_32", "decode 1", 32, (".U16", 16), (".128", 8)),
-    "int4 sum of 8": Kernel("int4_32", "reduce n", 8, ("", 8), (".128", 2), 64),
+    "int4 sum of 8": Kernel("int4_32", "reduce n", 32, ("", 4), (".128", 0), 8),
     "e4m3 encode": Kernel("e4m3_32", "encode 0", 8, (".128", 2), (".64", 1)),
     "e4m3 decode": Kernel("e4m3_32", "decode 1", 8, (".64", 1), (".128", 2)),
 }
@@ -102,23 +100,41 @@ def shortest_path(code: list[Instruction], kernel: Kernel) -> int:
     """
     at = {instruction.address: index for index, instruction in enumerate(code)}
     (load, loads), (store, stores) = kernel.loads, kernel.stores
-    queue, seen = [(0, 0, 0, 0, 0)], set()
+    queue, seen = [(0, 0, 0, 0)], set()
     while queue:
-        count, index, loaded, stored, multiplied = heapq.heappop(queue)
-        if (index, loaded, stored, multiplied) in seen or index >= len(code):
+        count, index, loaded, stored = heapq.heappop(queue)
+        if (index, loaded, stored) in seen or index >= len(code):
             continue
-        seen.add((index, loaded, stored, multiplied))
+        seen.add((index, loaded, stored))
         one = code[index]
         loaded = min(loads, loaded + accesses(one, "LD", load))
         stored = min(stores, stored + accesses(one, "ST", store))
-        multiplied = min(kernel.products, multiplied + (one.operation in ("FMUL", "FFMA")))
-        if one.operation == "EXIT" and (loaded, stored, multiplied) == (loads, stores, kernel.products):
+        if one.operation == "EXIT" and (loaded, stored) == (loads, stores):
             return count + 1
         if one.target is not None:
-            heapq.heappush(queue, (count + 1, at[one.target], loaded, stored, multiplied))
+            heapq.heappush(queue, (count + 1, at[one.target], loaded, stored))
         if one.conditional or one.operation.split(".")[0] not in ("BRA", "EXIT", "RET"):
-            heapq.heappush(queue, (count + 1, index + 1, loaded, stored, multiplied))
+            heapq.heappush(queue, (count + 1, index + 1, loaded, stored))
     raise ValueError(f"{kernel.name}: no path has {loads} loads and {stores} stores of its widths")
+
+
+def shortest_loop(code: list[Instruction], kernel: Kernel) -> int:
+    """Return the instructions of the shortest loop with exactly the kernel's loads of its width.
+
+    Raises:
+        ValueError: There is none.
+    """
+    at = {instruction.address: index for index, instruction in enumerate(code)}
+    load, loads = kernel.loads
+    found = []
+    for end, instruction in enumerate(code):
+        begin = end + 1 if instruction.target is None else at[instruction.target]
+        body = code[begin : end + 1]
+        if body and sum(accesses(one, "LD", load) for one in body) == loads:
+            found.append(len(body))
+    if not found:
+        raise ValueError(f"{kernel.name}: no loop has {loads} loads of its width")
+    return min(found)
 
 
 def count(names: list[str]) -> dict[str, float]:
@@ -142,7 +158,10 @@ def count(names: list[str]) -> dict[str, float]:
                 kernel = KERNELS[name]
                 if kernel.family == family:
                     code = next(code for title, code in functions.items() if title.endswith(kernel.name))
-                    counts[name] = shortest_path(code, kernel) / kernel.elements
+                    if kernel.terms:
+                        counts[name] = shortest_loop(code, kernel) * kernel.terms / kernel.elements
+                    else:
+                        counts[name] = shortest_path(code, kernel) / kernel.elements
     return {name: counts[name] for name in names}
 
 

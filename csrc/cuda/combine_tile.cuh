@@ -300,12 +300,50 @@ DTCOMM_DEVICE void combine_granule(const Lanes& lanes, const KernelParams& param
     constexpr int kRowElements = kWarp * 4, kRows = kGranule / kRowElements;
     float* out = static_cast<float*>(params.out) + first + lane * 4;
     const std::uint8_t* payload = params.payloads[0] + offset;
-    typename Family::Row rows[kRows];
+    typename Family::template Row<4> rows[kRows];
+    bool are_finite = true;
     DTCOMM_UNROLL
-    for (int r = 0; r < kRows; ++r) rows[r] = family.load_row(r * kRowElements + lane * 4, payload);
+    for (int r = 0; r < kRows; ++r) rows[r] = family.template load_row<4>(r, lane * 4, payload);
     DTCOMM_UNROLL
-    for (int r = 0; r < kRows; ++r) store_quad(family.decode_row(rows[r]), out + r * kRowElements);
+    for (int r = 0; r < kRows; ++r) are_finite = are_finite && finite(rows[r].scale);
+    if (are_finite) {
+      DTCOMM_UNROLL
+      for (int r = 0; r < kRows; ++r) store_quad(family.template decode_row<true>(rows[r]), out + r * kRowElements);
+    } else {
+      DTCOMM_UNROLL
+      for (int r = 0; r < kRows; ++r) store_quad(family.template decode_row<false>(rows[r]), out + r * kRowElements);
+    }
   }
+}
+
+// Sums the payloads of a whole granule; or does nothing and returns false, where scales are not finite or so large that
+// a sum might not be.
+template <class Family, class Lanes>
+DTCOMM_DEVICE bool sum_granule(const Lanes& lanes, const KernelParams& params, const Family& family,
+                               std::uint64_t granule) {
+  constexpr int kRowElements = kWarp * kVec8, kRows = kGranule / kRowElements;
+  const std::uint32_t first = lanes.thread() % kWarp * kVec8;
+  float sum[kRows][kVec8];
+  bool are_small = true;
+  const auto add = [&](int t, auto is_first) {
+    const std::uint8_t* payload = params.payloads[t] + granule * params.granule_bytes;
+    typename Family::template Row<kVec8> rows[kRows];
+    DTCOMM_UNROLL
+    for (int r = 0; r < kRows; ++r) rows[r] = family.template load_row<kVec8>(r, first, payload);
+    DTCOMM_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      are_small = are_small && magnitude(rows[r].scale) < bits_of(0x1p112f);
+      family.template add_row<is_first>(rows[r], sum[r]);
+    }
+  };
+  add(0, std::true_type());
+  DTCOMM_LOOP
+  for (int t = 1; t < params.count; ++t) add(t, std::false_type());
+  if (lanes.warp_sum(are_small ? 1 : 0) != kWarp) return false;
+  float* out = static_cast<float*>(params.out) + granule * kGranule + first;
+  DTCOMM_UNROLL
+  for (int r = 0; r < kRows; ++r) store_vec8(lanes, DType::f32, sum[r], out, r * kRowElements, kVec8, true, true);
+  return true;
 }
 
 // The work of thread block `tile` of a group of calls.
@@ -314,12 +352,18 @@ DTCOMM_DEVICE void combine_group_tile(const Lanes& lanes, const CallGroup& group
   const unsigned item = group.item_of(tile);
   const KernelParams& params = group.items[item];
   const std::uint64_t index = tile - group.first_tile[item];
-  if constexpr (kVecs<Family> > 1 && Count >= 0 && !Feedback) {
+  constexpr bool kSums = Count == kAnyCount && !Encodes;
+  if constexpr (kVecs<Family> > 1 && (Count >= 0 || kSums) && !Feedback) {
     const std::uint64_t granule = index * (lanes.threads() / kWarp) + lanes.thread() / kWarp;
     const bool whole = granule < params.last || (granule == params.last && params.tail.n == kGranule);
     if (whole && is_default<Encodes>(params, family)) {
-      combine_granule<Encodes>(lanes, params, family, granule);
-      return;
+      if constexpr (kSums) {
+        const bool inline_sum = params.op == ReduceOp::sum && params.count <= kInlinePayloads;
+        if (inline_sum && sum_granule(lanes, params, family, granule)) return;
+      } else {
+        combine_granule<Encodes>(lanes, params, family, granule);
+        return;
+      }
     }
   }
   // Warp by warp the same elements as above, so that a tile may mix both.

@@ -69,6 +69,7 @@ struct Group {
   // The item that thread block `tile` works on.
   DTCOMM_DEVICE unsigned item_of(unsigned tile) const {
     unsigned item = 0;
+    if (size == 1) return item;  // a call alone
     for (unsigned half = kMaxGroup / 2; half > 0; half /= 2) {
       if (item + half < size && first_tile[item + half] <= tile) item += half;
     }

@@ -140,27 +140,49 @@ struct Integer : Blocks<Group> {
     if (this->leads(at)) store_field(Scale::bf16, float_of(bad ? kNaN32 : usable ? scale : 0), granule, block_of(at));
   }
 
-  // Four neighbouring elements of a whole granule, with the default options.
+  // N neighbouring elements of a whole granule, with the default options.
+  template <int N>
   struct Row {
-    std::uint32_t codes;
+    std::uint64_t codes;
     float scale;
-  };
-  DTCOMM_DEVICE Row load_row(std::uint32_t at, const std::uint8_t* granule) const {
-    constexpr std::uint32_t kCodesAt = kGranule / (Group * kVec8) * 2;
-    const std::uint64_t codes = load_bytes<Bits / 2, true>(granule + kCodesAt + at * Bits / 8);
-    return {static_cast<std::uint32_t>(codes), load_field(Scale::bf16, granule, block_of(at))};
-  }
-  DTCOMM_DEVICE Quad decode_row(const Row& row) const {
-    constexpr std::uint32_t kHalf = 1U << (Bits - 1);
-    const Codes codes = {{unpack_codes<Bits>(row.codes) ^ kHalf * 0x01010101U, 0}};
-    float x[4];
-    DTCOMM_UNROLL
-    for (int j = 0; j < 4; ++j) x[j] = float_of_byte(codes, j, static_cast<float>(kHalf)) * row.scale;
-    if (!finite(row.scale)) {  // no other product is NaN
+
+    // The codes as numbers.
+    DTCOMM_DEVICE void numbers(float (&x)[N]) const {
+      constexpr std::uint32_t kHalf = 1U << (Bits - 1);
+      Codes bytes = {};
       DTCOMM_UNROLL
-      for (int j = 0; j < 4; ++j) x[j] = canonical(x[j]);
+      for (int k = 0; k < N / 4; ++k) {
+        bytes.word[k] = unpack_codes<Bits>(static_cast<std::uint32_t>(codes >> k * 4 * Bits)) ^ kHalf * 0x01010101U;
+      }
+      DTCOMM_UNROLL
+      for (int j = 0; j < N; ++j) x[j] = float_of_byte(bytes, j, static_cast<float>(kHalf));
     }
+  };
+  // Those at element `at` of the first row, in row `row` of kWarp * N elements, whose distance is a constant.
+  template <int N>
+  DTCOMM_DEVICE Row<N> load_row(std::uint32_t row, std::uint32_t at, const std::uint8_t* granule) const {
+    constexpr std::uint32_t kBlock = Group * kVec8, kElements = kWarp * N, kCodesAt = kGranule / kBlock * 2;
+    static_assert(kElements % kBlock == 0, "a row has whole blocks");
+    const std::uint8_t* codes = granule + kCodesAt + at * Bits / 8 + row * (kElements * Bits / 8);
+    const std::uint8_t* fields = granule + at / kBlock * 2;
+    return {load_bytes<Bits * N / 8, true>(codes), load_field(Scale::bf16, fields, row * (kElements / kBlock))};
+  }
+  // `Finite`: the scale is; no other product is NaN.
+  template <bool Finite>
+  DTCOMM_DEVICE Quad decode_row(const Row<4>& row) const {
+    float x[4];
+    row.numbers(x);
+    DTCOMM_UNROLL
+    for (int j = 0; j < 4; ++j) x[j] = Finite ? x[j] * row.scale : canonical(x[j] * row.scale);
     return {{bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])}};
+  }
+  // Adds the row's values to sums. The products are exact, so that one rounding is that of the sum, if they are finite.
+  template <bool First>
+  DTCOMM_DEVICE void add_row(const Row<kVec8>& row, float (&sum)[kVec8]) const {
+    float x[kVec8];
+    row.numbers(x);
+    DTCOMM_UNROLL
+    for (int j = 0; j < kVec8; ++j) sum[j] = First ? x[j] * row.scale : fmaf(x[j], row.scale, sum[j]);
   }
 
   template <bool Feedback, bool Whole, class Lanes>
