@@ -122,6 +122,19 @@ class ReceiveWork(TorchWork):
     _source_rank = source_rank
 
 
+class SendWork(TorchWork):
+    """The handle of a message in progress. Its receiver may be sending, too, and wait for a receive of this rank."""
+
+    def __init__(self, matcher: MessageMatcher, work: Work, tensor: torch.Tensor) -> None:
+        super().__init__(work, [tensor])
+        self.matcher = matcher
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.matcher.unstarted:
+            self.matcher.start()
+        return super().wait(timeout)
+
+
 class PeerInbox:
     """The messages from one rank. All methods but `take` are called with the matcher's lock held.
 
@@ -328,7 +341,7 @@ class MessageMatcher:
                     return COMPLETED_WORK
                 if work is not False:  # the engine still reads the header
                     self._headers[dst] = self._new_header(dst)
-                    return TorchWork(work, [tensor])
+                    return SendWork(self, work, tensor)
         if self.unstarted:  # the send may wait for the other rank
             self.start()
         message = _as_bytes(flatten(tensor))
@@ -351,7 +364,7 @@ class MessageMatcher:
             if size > _MAX_INLINE_BYTES:
                 work = post(communicator, True, (call[0], message, message, *call[3:]))
             self._headers.setdefault(dst, self._new_header(dst))
-        return TorchWork(work, [tensor])
+        return SendWork(self, work, tensor)
 
     def _new_header(self, dst: int) -> tuple[Any, ...]:
         header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)

@@ -208,6 +208,7 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
+        self._messages.start()
         works, self._coalesced = self._coalesced or [], None
         outputs = [output for work in works for output in work.outputs]
         return TorchWork(CompositeWork(works, outputs), outputs)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dtcomm.backend.p2p_matching import MessageMatcher
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout
 from dtcomm.launch.ranks import run_ranks
 from tests.support.rank_tests import on_ranks
@@ -200,8 +201,23 @@ def repeat_messages(rank: int, world_size: int) -> None:
         assert torch.equal(future.wait()[0], _message(4, key))
 
 
+def wait_for_sends_first(rank: int, world_size: int) -> None:
+    """A rank that waits for its own send starts its receives, without the thread that looks for them."""
+    peer = 1 - rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MessageMatcher, "_watch", lambda matcher: None)
+        for key in range(3):
+            received = torch.empty(100_000)
+            sent = dist.isend(_message(100_000, rank + key), peer)
+            receive = dist.irecv(received, peer)
+            sent.wait()
+            receive.wait()
+            assert torch.equal(received, _message(100_000, peer + key))
+
+
 @pytest.mark.parametrize(
-    "program", [receive_without_waiting, send_to_itself, receive_wrong_sizes, repeat_messages]
+    "program",
+    [receive_without_waiting, send_to_itself, receive_wrong_sizes, repeat_messages, wait_for_sends_first],
 )
 def test_messages_between_two_ranks(program: Any) -> None:
     run_ranks(program, 2, backend="dtcomm")
