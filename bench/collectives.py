@@ -86,15 +86,16 @@ def _pingpong(rank: int, backend: str, sent: torch.Tensor, received: torch.Tenso
 
     send: Any = dtcomm.send if backend == "dtcomm" else dist.send
     receive: Any = dtcomm.recv if backend == "dtcomm" else dist.recv
+    group = None if backend == "dtcomm" else _backend(backend).group
     sent.fill_(1.0)
 
     def first() -> None:
-        send(sent, rank ^ 1)
-        receive(received, rank ^ 1)
+        send(sent, rank ^ 1, group=group)
+        receive(received, rank ^ 1, group=group)
 
     def second() -> None:
-        receive(received, rank ^ 1)
-        send(sent, rank ^ 1)
+        receive(received, rank ^ 1, group=group)
+        send(sent, rank ^ 1, group=group)
 
     return second if rank % 2 else first
 
