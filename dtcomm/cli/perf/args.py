@@ -192,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
         "-I",
         "--per_iter",
         action="store_true",
-        help="least, median, p99 and most of the iterations, slowest rank",
+        help="minimum, median, p99 and maximum of the iterations of the slowest rank",
     )
     add("-O", "--out_of_place", type=int, choices=(0, 1), default=1, help="0: measure in place only")
     number("-G", "--cudagraph", 0, 0, "capture the -n operations as one CUDA graph and time N replays of it")

@@ -96,7 +96,11 @@ class Publisher(_Reports):
 
     @property
     def address(self) -> str:
-        """``host:port`` at which this rank serves the store; ValueError where it does not."""
+        """``host:port`` at which this rank serves the store.
+
+        Raises:
+            ValueError: It does not serve it: only the first rank of a publisher with ``listen`` does.
+        """
         if self._server is None:
             raise ValueError("address: only the first rank of a publisher with listen= serves the store")
         return self._server.address
