@@ -626,9 +626,8 @@ PyMethodDef definitions[] = {
      "were given to keep_repeated, at the same time. False: it did nothing."},
     {"send_message", plain(&send_message), METH_FASTCALL,
      "send_message(sent, tensor, tag) -> None | Work | False\n\nWrites tag, size and values of the tensor to the "
-     "header "
-     "that is sent, and starts that message, which was given to keep_repeated. None: it is complete. False: it did "
-     "nothing, because the message is not known or the tensor does not fit."},
+     "header that is sent, and starts that message, which was given to keep_repeated. None: it is complete. False: it "
+     "did nothing, because the message is not known or the tensor does not fit."},
     {"receive_message", plain(&receive_message), METH_FASTCALL,
      "receive_message(received, tensor, tag) -> True | None | False\n\nReceives what send_message sends. True: the "
      "tensor has its values. None: the header has come, and is not for this tensor and tag. False: it did nothing."},

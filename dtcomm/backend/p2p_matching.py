@@ -231,10 +231,9 @@ class PeerInbox:
             elif has_come:
                 self._matcher.remove(receive)
                 receive.finish()
-            elif (
-                failure is None
-            ):  # after an exception of a signal's handler the next receive gets the engine's error
+            elif failure is None:
                 self._process_arrival()
+            # An exception of a signal's handler is raised here; the next receive gets the error of the engine.
             if receive.ended or failure is not None:
                 self._matcher.start()  # the receives of other threads
         if failure is not None and not isinstance(failure, Exception):
@@ -480,7 +479,7 @@ class MessageMatcher:
         return inbox
 
     def _watch(self) -> None:
-        """Start the receives that nobody waits for, and look for senders while there is a receive from any rank."""
+        """Start receives that no thread waits for. While a receive from any rank is posted, look for senders, too."""
         store, idle = group_store(self.group), 0
         while idle < _IDLE_POLLS:
             with completion.running_native():  # the functions of the engine and of the store are native

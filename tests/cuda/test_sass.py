@@ -38,6 +38,15 @@ def disassembler() -> str:
         pytest.skip(str(missing))
 
 
+def require_compiler() -> None:
+    if shutil.which("c++filt") is None:
+        pytest.skip("c++filt was not found; it comes with binutils")
+    try:
+        ptxas.tool("nvcc")
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+
+
 def machine_code(cubin: Path) -> Iterator[np.ndarray]:
     """The instructions of each kernel of an ELF file, [instructions, 2] words of 64 bits."""
     data = cubin.read_bytes()
@@ -74,12 +83,7 @@ def test_kernels_of_int8_stay_in_registers_and_leave_room_for_blocks(tmp_path: P
 
     Of 65,536 registers, 64 leave room for four blocks of 256 threads and 72 for three.
     """
-    if shutil.which("c++filt") is None:
-        pytest.skip("c++filt was not found; it comes with binutils")
-    try:
-        ptxas.tool("nvcc")
-    except SystemExit as missing:
-        pytest.skip(str(missing))
+    require_compiler()
     source = next(path for path in ptxas.instantiations(tmp_path) if path.name == "codec_int8_32.cu")
     kernels = ptxas.compile_one(source, 90)
     registers = {kernel["kernel"]: kernel["registers"] for kernel in kernels}
@@ -91,12 +95,7 @@ def test_kernels_of_int8_stay_in_registers_and_leave_room_for_blocks(tmp_path: P
 
 def test_kernels_of_int8_execute_few_instructions_an_element() -> None:
     disassembler()
-    if shutil.which("c++filt") is None:
-        pytest.skip("c++filt was not found; it comes with binutils")
-    try:
-        ptxas.tool("nvcc")
-    except SystemExit as missing:
-        pytest.skip(str(missing))
+    require_compiler()
     counts = sass.count(list(LIMITS))
     assert {name: count for name, count in counts.items() if count > LIMITS[name]} == {}
 
